@@ -1,0 +1,180 @@
+"""Grouped-query attention with gates."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from gatedattn import gates as gates_lib
+from gatedattn import kernels
+from gatedattn.config import RopeConfig
+from gatedattn.gates import GateSpec
+from gatedattn.layers import rope as rope_lib
+from gatedattn.layers.linear import Linear
+from gatedattn.layers.norm import RMSNorm
+from gatedattn.sharding import constrain
+
+Probe = Callable[..., dict[str, Array]]
+
+
+class Gate(nnx.Module):
+    """One gate (see `gatedattn.gates.GateSpec`) with its parameters: `(y, source) -> (y', score)`.
+
+    Args:
+        d_model: D, the width of the hidden source and of the tensor that g5 gates.
+        num_heads, head_dim: of the gated tensor (K heads for g2 and g3); unused by g5.
+    """
+
+    def __init__(self, spec: str | GateSpec, *, d_model: int, num_heads: int, head_dim: int, param_dtype=jnp.float32, rngs: nnx.Rngs):
+        self.spec = spec if isinstance(spec, GateSpec) else GateSpec.parse(spec)
+        params = gates_lib.init(rngs.params(), self.spec, d_model, num_heads, head_dim, param_dtype)
+        self.kernel, self.table, self.bias = (nnx.Param(params[n]) if n in params else None for n in ("kernel", "table", "bias"))
+
+    def __call__(self, y: Float[Array, "..."], source: Float[Array, "B T ..."] | None) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
+        params = {n: p[...] for n in ("kernel", "table", "bias") if (p := getattr(self, n)) is not None}
+        score = gates_lib.scores(self.spec, params, source)
+        return gates_lib.apply(self.spec, y, score), score
+
+
+class GatedAttention(nnx.Module):
+    """Causal grouped-query attention with a gate at any of the paper's positions (arXiv 2505.06708, section 2.2).
+
+        q, k, v = x W_q, x W_k, x W_v;   q, k = RMSNorm(q), RMSNorm(k) per head;   g4 on q, g3 on k, g2 on v;   RoPE on q, k
+        y = softmax(q k^T / sqrt(H)) v;   g1 on y;   y W_o;   g5 on the result
+
+    Args:
+        num_heads, num_kv_heads: N and K; N is a multiple of K.
+        head_dim: H.
+        d_model: D.
+        gates: what `gatedattn.gates.parse` reads: "g1", "g1:headwise+g2", a `GateSpec`, a list of them, "none".
+        qk_norm: RMSNorm with a learned weight [H] on every query and key head (arXiv 2302.05442).
+        rope: rotary settings; None for no rotation.
+        window: attend to the last `window` tokens, the query's own included; 0 for all.
+        sink: "learned": a logit per head joins the softmax and its probability is dropped (gpt-oss); "off_by_one": that logit is
+            fixed at 0 (softmax-off-by-one, evanmiller.org/attention-is-off-by-one.html). Computed as y * sigmoid(lse - logit).
+        sdpa_norm: RMSNorm on each head's y; sdpa_activation: "silu" on y. The paper's parameter-poor controls (Table 3).
+        use_bias, output_bias: biases of the q, k, v projections and of the output projection.
+        dtype, param_dtype: of the computation and of the parameters. Scores, norms and gates are float32 inside.
+        kernel: attention implementation, see `gatedattn.kernels`.
+
+    Raises:
+        ValueError: num_heads is not a multiple of num_kv_heads, or a gate is invalid.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        d_model: int,
+        gates: str | GateSpec | tuple = "g1",
+        qk_norm: bool = True,
+        rope: RopeConfig | None = RopeConfig(),
+        window: int = 0,
+        sink: str = "none",
+        sdpa_norm: bool = False,
+        sdpa_activation: str = "none",
+        use_bias: bool = False,
+        output_bias: bool = False,
+        norm_eps: float = 1e-6,
+        norm_zero_centered: bool = False,
+        init_std: float = 0.02,
+        dtype=jnp.float32,
+        param_dtype=jnp.float32,
+        kernel: str = "auto",
+        rngs: nnx.Rngs,
+    ):
+        if num_heads % num_kv_heads:
+            raise ValueError(f"num_heads={num_heads} is not a multiple of num_kv_heads={num_kv_heads}")
+        self.head_dim, self.rope, self.window, self.sink_kind = head_dim, rope, window, sink
+        self.sdpa_activation, self.kernel = sdpa_activation, kernel
+
+        linear = functools.partial(Linear, init_std=init_std, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        self.query = linear(d_model, (num_heads, head_dim), bias=use_bias)
+        self.key = linear(d_model, (num_kv_heads, head_dim), bias=use_bias)
+        self.value = linear(d_model, (num_kv_heads, head_dim), bias=use_bias)
+        self.output = linear((num_heads, head_dim), d_model, bias=output_bias)
+
+        norm = functools.partial(RMSNorm, head_dim, eps=norm_eps, zero_centered=norm_zero_centered, param_dtype=param_dtype)
+        self.query_norm, self.key_norm = (norm(), norm()) if qk_norm else (None, None)
+        self.sdpa_norm = norm() if sdpa_norm else None
+        self.sink = nnx.Param(jnp.zeros((num_heads,), param_dtype)) if sink == "learned" else None
+        self.gates = nnx.List(
+            Gate(
+                spec,
+                d_model=d_model,
+                num_heads=num_kv_heads if spec.position in ("g2", "g3") else num_heads,
+                head_dim=head_dim,
+                param_dtype=param_dtype,
+                rngs=rngs,
+            )
+            for spec in gates_lib.parse(gates)
+        )
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        positions: Int[Array, "B T"] | None = None,
+        segment_ids: Int[Array, "B T"] | None = None,
+        *,
+        probe: Probe | None = None,
+    ) -> tuple[Float[Array, "B T D"], dict]:
+        """Attend within each row, or within each segment of it.
+
+        Args:
+            x: the layer's input after its norm; also the gates' hidden source.
+            positions: for RoPE; 0 .. T-1 by default.
+            segment_ids: documents packed into a row do not see each other; one document by default.
+            probe: called as `probe("attention", ...)` with what happened inside; its result is returned as aux["probe"].
+        """
+        if positions is None:
+            positions = jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2])
+        scores: dict[str, Array] = {}
+
+        def gate(position: str, y, query=None):
+            for g in self.gates:
+                if g.spec.position == position:
+                    source = {"hidden": x, "query": query, "self": y, "none": None}[g.spec.source]
+                    y, scores[str(g.spec)] = g(y, source)
+            return y
+
+        with jax.named_scope("qkv"):
+            q = constrain(self.query(x), "BTNH")
+            k = constrain(self.key(x), "BTKH")
+            v = constrain(self.value(x), "BTKH")
+            if self.query_norm is not None:
+                q, k = self.query_norm(q), self.key_norm(k)
+        with jax.named_scope("gate"):
+            query = q  # normalised, not yet rotated: the "query" source
+            q, k, v = gate("g4", q, query), gate("g3", k), gate("g2", v)
+        if self.rope is not None:
+            q, k = (rope_lib.apply(z, positions, self.rope) for z in (q, k))
+
+        with jax.named_scope("sdpa"):
+            attend = functools.partial(kernels.attention, segment_ids=segment_ids, window=self.window, kernel=self.kernel)
+            y, lse = attend(q, k, v)
+            kept = None  # [B, T, N, 1], the share of attention that a sink logit leaves to the real keys
+            if self.sink_kind != "none":
+                logit = 0.0 if self.sink is None else self.sink[...].astype(lse.dtype)[:, None]
+                kept = jax.nn.sigmoid(lse - logit).swapaxes(1, 2)[..., None]
+                y = (y * kept).astype(v.dtype)
+            y = constrain(y, "BTNH")
+            if self.sdpa_norm is not None:
+                y = self.sdpa_norm(y)
+            if self.sdpa_activation == "silu":
+                y = jax.nn.silu(y)
+        with jax.named_scope("gate"):
+            gated = constrain(gate("g1", y, query), "BTNH")
+        with jax.named_scope("output"):
+            out = gate("g5", constrain(self.output(gated), "BTD"))
+
+        aux = {}
+        if probe is not None:
+            aux["probe"] = probe("attention", attend=attend, q=q, k=k, v=v, lse=lse, kept=kept, sdpa=y, gated=gated, scores=scores, out=out)
+        return out, aux

@@ -1,0 +1,82 @@
+"""One layer of the transformer."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from gatedattn.config import TransformerConfig
+from gatedattn.layers.attention import GatedAttention, Probe
+from gatedattn.layers.mlp import MLP
+from gatedattn.layers.moe import MoE
+from gatedattn.layers.norm import RMSNorm
+from gatedattn.sharding import constrain
+
+
+class GatedAttentionBlock(nnx.Module):
+    """x = x + clip(post(attention(norm(x))));   x = x + clip(post(mlp(norm(x)))).
+
+    `mlp` is a SwiGLU MLP or a mixture of experts; `post` is an RMSNorm with `config.sandwich_norm` and the identity otherwise; `clip`
+    limits each output to +-`config.activation_clip`, if that is set.
+    """
+
+    def __init__(self, config: TransformerConfig, *, param_dtype=jnp.float32, rngs: nnx.Rngs):
+        dtype = jnp.dtype(config.dtype)
+        self.clip = config.activation_clip
+
+        def norm():
+            return RMSNorm(config.d_model, eps=config.norm_eps, zero_centered=config.norm_zero_centered, param_dtype=param_dtype)
+
+        weights = dict(init_std=config.init_std, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        self.attention_norm, self.mlp_norm = norm(), norm()
+        self.attention_post_norm, self.mlp_post_norm = (norm(), norm()) if config.sandwich_norm else (None, None)
+        self.attention = GatedAttention(
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            d_model=config.d_model,
+            gates=config.gate_specs,
+            qk_norm=config.qk_norm,
+            rope=config.rope if config.position == "rope" else None,
+            window=config.window,
+            sink=config.sink,
+            sdpa_norm=config.sdpa_norm,
+            sdpa_activation=config.sdpa_activation,
+            use_bias=config.attention_bias,
+            output_bias=config.output_bias,
+            norm_eps=config.norm_eps,
+            norm_zero_centered=config.norm_zero_centered,
+            kernel=config.kernel,
+            **weights,
+        )
+        self.mlp = None if config.is_moe else MLP(config.d_model, config.ffn_dim, **weights)
+        self.moe = MoE(config.d_model, config.moe, **weights) if config.is_moe else None
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        positions: Int[Array, "B T"] | None = None,
+        segment_ids: Int[Array, "B T"] | None = None,
+        *,
+        probe: Probe | None = None,
+    ) -> tuple[Float[Array, "B T D"], dict]:
+        """aux holds the MoE's losses and loads, and aux["probe"] what the probe made of this layer."""
+        with jax.named_scope("attention"):
+            y, aux = self.attention(self.attention_norm(x), positions, segment_ids, probe=probe)
+            y = self._finish(y, self.attention_post_norm)
+        middle = constrain(x + y, "BTD")
+        with jax.named_scope("mlp"):
+            if self.moe is None:
+                y = self.mlp(self.mlp_norm(middle))
+            else:
+                y, moe_aux = self.moe(self.mlp_norm(middle), None if segment_ids is None else segment_ids != 0)
+                aux |= moe_aux
+            y = self._finish(y, self.mlp_post_norm)
+        x = constrain(middle + y, "BTD")
+        if probe is not None:
+            aux["probe"] |= probe("block", middle=middle, x=x)
+        return x, aux
+
+    def _finish(self, y, post_norm):
+        y = y if post_norm is None else post_norm(y)
+        return jnp.clip(y, -self.clip, self.clip) if self.clip else y
