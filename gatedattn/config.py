@@ -234,7 +234,7 @@ class OptimizerConfig:
     name: str = "adamw"  # adamw | muon (matrices by Muon, everything else by AdamW)
     learning_rate: float = 3e-3
     schedule: str = "cosine"  # cosine | wsd (constant, then linear decay) | constant
-    warmup_steps: int = 100
+    warmup_steps: int = 100  # at most half of train.steps, however short the run
     end_learning_rate: float = 3e-4  # reached at the last step by cosine and wsd
     decay_fraction: float = 0.2  # wsd: share of the steps spent decaying
     b1: float = 0.9
@@ -325,9 +325,6 @@ class RunConfig:
                 f"train.seq_len={self.train.seq_len} exceeds the {self.model.max_seq_len} learned positions: "
                 f"set model.max_seq_len={self.train.seq_len}"
             )
-        optimizer, steps = self.optimizer, self.train.steps
-        if optimizer.schedule != "constant" and optimizer.warmup_steps >= steps:
-            raise ConfigError(f"optimizer.warmup_steps={optimizer.warmup_steps} must be below train.steps={steps}")
 
     @property
     def tokens_per_step(self) -> int:

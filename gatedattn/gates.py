@@ -87,7 +87,8 @@ class GateSpec:
     in_dim: int = 0
 
     def __post_init__(self):
-        object.__setattr__(self, "position", ALIASES.get(self.position, self.position))
+        if isinstance(self.position, str):
+            object.__setattr__(self, "position", ALIASES.get(self.position, self.position))
         for name, allowed in CHOICES.items():
             if getattr(self, name) not in allowed:
                 _refuse(self, name, f"must be one of {', '.join(allowed)}" + _near(getattr(self, name), allowed))
@@ -126,8 +127,8 @@ class GateSpec:
                     value = int(value) if name == "in_dim" else float(value)
                 except ValueError:
                     raise ValueError(f"gate {text!r}: {word!r} needs a number") from None
-                if name == "bias":  # naming a bias asks for one
-                    fields["init"] = "bias"
+                if name == "bias":  # naming a bias asks for one, unless another init was named: then the two are refused below
+                    fields.setdefault("init", "bias")
             elif word in kinds:
                 name, value = kinds[word], word
             else:

@@ -1,0 +1,1 @@
+"""What people do with a trained model's next-token distribution."""

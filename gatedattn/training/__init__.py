@@ -1,0 +1,1 @@
+"""Training: loss, optimizer, step, checkpoint, recorder, and the loop that ties them together."""

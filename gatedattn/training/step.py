@@ -1,0 +1,137 @@
+"""The pure functions of training: (state, batch) -> (state, metrics), and their read-only siblings for evaluation and probes.
+
+Each factory closes over the model's graph and the configuration and returns a plain function of pytrees, for the caller to
+`jax.jit` (never `nnx.jit`, which costs milliseconds a call), to compile ahead of time, or to differentiate.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jaxtyping import Array, Int, PyTree
+
+from gatedattn.config import RunConfig, TransformerConfig
+from gatedattn.training import optimizer
+from gatedattn.training.loss import next_token_loss
+from gatedattn.transformer import Transformer
+
+Batch = dict[str, Array]
+
+
+class TrainState(NamedTuple):
+    params: PyTree  # nnx.State of plain arrays
+    opt_state: PyTree
+    step: Int[Array, ""]  # optimiser steps taken
+
+
+def graph(config: TransformerConfig) -> nnx.GraphDef:
+    """The static half of the model: `nnx.merge(graph(config), params)` is a `Transformer`. Allocates nothing."""
+    return nnx.split(nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0))))[0]
+
+
+def make_init(config: RunConfig) -> Callable[[], TrainState]:
+    """A function that makes the state at step 0: a function of `train.seed` alone, whatever the devices."""
+    tx = optimizer.build(config.optimizer, config.train.steps)
+
+    def init() -> TrainState:
+        params = nnx.as_pure(nnx.state(Transformer(config.model, rngs=nnx.Rngs(config.train.seed)), nnx.Param))
+        return TrainState(params, tx.init(params), jnp.zeros((), jnp.int32))
+
+    return init
+
+
+def make_train_step(config: RunConfig) -> Callable[[TrainState, Batch], tuple[TrainState, dict[str, Array]]]:
+    """One optimiser step over a batch [B, T], in `train.microbatches` parts.
+
+    Losses, token counts and gradients are summed over the parts and divided once by the number of tokens in the whole batch, so
+    the result does not depend on how unevenly the tokens fall. A mixture of experts adds its two losses per part, weighted
+    by the part's tokens. Metrics are scalars on the device:
+
+        loss = ce + train.z_loss * z_loss + moe.load_balance * load_balance + moe.z_loss * router_z
+        z_loss mean(lse^2), grad_norm before clipping, update_norm, param_norm, lr, tokens in the loss
+        mixture of experts: load_balance, router_z, router_entropy, router_max_load (the busiest expert's share of a layer)
+    """
+    graphdef, microbatches, moe = graph(config.model), config.train.microbatches, config.model.moe
+    tx = optimizer.build(config.optimizer, config.train.steps)
+    rate = optimizer.schedule(config.optimizer, config.train.steps)
+
+    def objective(params, batch):
+        model = nnx.merge(graphdef, params)
+        hidden, aux = model.hidden(batch["tokens"], batch["positions"], batch["segment_ids"])
+        sums = _sums(model, hidden, batch, config)
+        total, tokens = sums["loss_sum"], sums["count"]
+        if config.model.is_moe:
+            total += tokens * (moe.load_balance * aux["load_balance"] + moe.z_loss * aux["router_z"])
+            sums |= {name: tokens * value for name, value in _router(aux).items()}
+        return total, sums | {"total": total}
+
+    def sum_gradients(params, batch):
+        gradient = jax.grad(objective, has_aux=True)
+        if microbatches == 1:
+            return gradient(params, batch)
+        # Part i takes rows i, i + M, i + 2M, ...: a batch sharded over devices stays sharded in each part.
+        parts = jax.tree.map(lambda x: x.reshape(-1, microbatches, *x.shape[1:]).swapaxes(0, 1), batch)
+
+        def add(total, part):
+            return jax.tree.map(jnp.add, total, gradient(params, part)), None
+
+        shapes = jax.eval_shape(gradient, params, jax.tree.map(lambda x: x[0], parts))
+        return jax.lax.scan(add, jax.tree.map(jnp.zeros_like, shapes), parts)[0]
+
+    def train_step(state, batch):
+        grads, sums = sum_gradients(state.params, batch)
+        count = jnp.maximum(sums.pop("count"), 1)
+        grads = jax.tree.map(lambda g: (g / count).astype(g.dtype), grads)
+        updates, opt_state = tx.update(grads, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+        mean = {name: value / count for name, value in sums.items()}
+        metrics = {
+            "loss": mean.pop("total"),
+            "ce": mean.pop("ce_sum"),
+            "z_loss": mean.pop("z_sum"),
+            "accuracy": mean.pop("correct"),
+            "grad_norm": optax.tree.norm(grads),
+            "update_norm": optax.tree.norm(updates),
+            "param_norm": optax.tree.norm(params),
+            "lr": rate(state.step),
+            "tokens": count,
+        }
+        mean.pop("loss_sum")
+        return TrainState(params, opt_state, state.step + 1), metrics | mean
+
+    return train_step
+
+
+def make_eval_step(config: RunConfig) -> Callable[[PyTree, Batch], dict[str, Array]]:
+    """(params, batch) -> loss_sum, ce_sum, z_sum, count and correct (see `next_token_loss`), to be added up over batches."""
+    graphdef = graph(config.model)
+
+    def eval_step(params, batch):
+        model = nnx.merge(graphdef, params)
+        hidden, _ = model.hidden(batch["tokens"], batch["positions"], batch["segment_ids"])
+        return _sums(model, hidden, batch, config)
+
+    return eval_step
+
+
+def _sums(model: Transformer, hidden: Array, batch: Batch, config: RunConfig) -> dict[str, Any]:
+    return next_token_loss(
+        hidden,
+        model.unembedding(),
+        batch["targets"],
+        batch["loss_mask"],
+        z_loss=config.train.z_loss,
+        chunk=config.train.loss_chunk,
+    )
+
+
+def _router(aux: dict) -> dict[str, Array]:
+    return {
+        "load_balance": aux["load_balance"],
+        "router_z": aux["router_z"],
+        "router_entropy": jnp.mean(aux["router_entropy"]),
+        "router_max_load": jnp.max(aux["router_load"]),
+    }

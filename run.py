@@ -1,0 +1,122 @@
+"""Train, evaluate or count a model from a recipe.
+
+python run.py --config=configs/tiny.py                                   train into runs/tiny; the same command goes on with it
+python run.py --config=configs/tiny.py:gate=none --config.train.steps=200 --workdir=DIR
+python run.py --config=configs/tiny.py --mode=eval --workdir=DIR         the newest checkpoint on all held-out text, as JSON lines
+python run.py --config=configs/dense1b7.py --mode=count                  parameters and FLOPs as JSON, nothing allocated
+
+Exit codes: 0 done, 1 the loss is no longer finite, 2 the request cannot run (a line on stderr says why), 130 or 143 stopped by Ctrl-C
+or SIGTERM with everything saved.
+"""
+
+import json
+import re
+import runpy
+import sys
+from pathlib import Path
+
+from absl import app, flags, logging
+from ml_collections import config_flags
+
+from gatedattn.config import ConfigError, RunConfig, from_mapping, suggest
+
+FLAGS = flags.FLAGS
+config_flags.DEFINE_config_file("config", None, "Recipe, with arguments after a colon: configs/tiny.py:gate=g2,smoke")
+flags.DEFINE_string("workdir", None, "Where the run lives; runs/NAME of the recipe by default")
+flags.DEFINE_enum("mode", "train", ["train", "eval", "count"], "What to do")
+
+
+def main(argv: list[str]) -> None:
+    if len(argv) > 1:
+        raise ConfigError(f"unexpected argument {argv[1]!r}" + f" (did you mean --config={argv[1]}?)" * (".py" in argv[1]))
+    config = from_mapping(RunConfig, FLAGS.config.to_dict())
+    workdir = Path(FLAGS.workdir or f"runs/{config.name}")
+    logging.set_verbosity(logging.ERROR)  # Orbax tells of every file it writes
+    {"train": train, "eval": evaluate, "count": count}[FLAGS.mode](config, workdir)
+
+
+def train(config: RunConfig, workdir: Path) -> None:
+    from flax import nnx
+
+    from gatedattn.inference import sample
+    from gatedattn.training import loop, step
+
+    try:
+        result = loop.train(config, workdir)
+    except loop.Diverged as error:
+        fail(str(error), 1)
+    if result.signum:
+        sys.exit(128 + result.signum)
+    model = nnx.merge(step.graph(config.model), result.params)
+    print(f"  a sample        {sample.text(model, result.data.tokenizer, temperature=0.8)!r}")
+
+
+def evaluate(config: RunConfig, workdir: Path) -> None:
+    from gatedattn.training import loop
+
+    for line in loop.evaluate_checkpoint(config, workdir):
+        print(json.dumps(line))
+
+
+def count(config: RunConfig, workdir: Path) -> None:
+    from gatedattn import transformer
+
+    flops = transformer.flops_per_token(config.model, config.train.seq_len)
+    print(json.dumps(transformer.count(config.model) | {"flops_per_token_train": flops, "seq_len": config.train.seq_len}, indent=2))
+
+
+# --- the command line --------------------------------------------------------------------------------------------------------
+
+
+def parse(argv: list[str]) -> list[str]:
+    """absl's flag parsing, with every mistake of the user told in a line."""
+    try:
+        given = [re.split(r"=", arg, maxsplit=1)[1] for arg in argv if re.match(r"--?config=", arg)]
+        path = Path(given[-1].partition(":")[0]) if given else None
+        if path and not path.is_file():
+            raise ConfigError(f"no such recipe: {path}{suggest(str(path), Path().glob('configs/*.py'))}")
+        rest = FLAGS(argv)
+        if not given and FLAGS.config is None and not any(FLAGS[name].value for name in ("help", "helpfull", "helpshort")):
+            raise ConfigError("which recipe? Give one, e.g. --config=configs/tiny.py")
+        return rest
+    except (KeyError, AttributeError, ConfigError, flags.Error) as error:
+        if message := explain(argv, error):
+            fail(message)
+        raise
+
+
+def explain(argv: list[str], error: BaseException) -> str | None:
+    """What a person can use of an error that absl or ml_collections raised; None for a bug in a recipe, whose traceback helps."""
+    causes = [error]
+    while cause := causes[-1].__cause__ or causes[-1].__context__:
+        causes.append(cause)
+    refused = [str(cause) for cause in causes if isinstance(cause, ConfigError)]
+    if refused or isinstance(error, flags.Error):
+        return refused[-1] if refused else str(error)
+    recipe = next(arg.partition("=")[2] for arg in reversed(argv) if re.match(r"--?config=", arg))
+    path, _, args = recipe.partition(":")
+    for override in (match[1] for arg in argv if (match := re.match(r"--?config\.([\w.]+)", arg))):
+        group = runpy.run_path(path)["get_config"](args or None)
+        for key in override.split("."):
+            if not hasattr(group, "keys"):
+                return f"unknown config key '{override}': it goes deeper than the config does"
+            if key not in group:
+                return f"unknown config key '{override}'{suggest(key, group)}; known here: {', '.join(sorted(group))}"
+            group = group[key]
+    return None
+
+
+def fail(message: str, code: int = 2) -> None:
+    print(f"error: {message}", file=sys.stderr)
+    sys.exit(code)
+
+
+def run(argv: list[str]) -> None:
+    try:
+        main(argv)
+    except ConfigError as error:
+        fail(str(error))
+
+
+if __name__ == "__main__":
+    app.run(run, flags_parser=parse)

@@ -1,0 +1,15 @@
+import os
+
+# Before JAX wakes up: eight CPU devices, so that meshes can be tested anywhere.
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import pytest
+
+
+@pytest.fixture
+def x64():
+    """Run the test with 64-bit types."""
+    with jax.enable_x64(True):
+        yield

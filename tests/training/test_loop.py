@@ -1,0 +1,122 @@
+import dataclasses
+import json
+import os
+import signal
+import threading
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from gatedattn.config import ConfigError
+from gatedattn.training import loop, recorder
+from gatedattn.training.checkpoint import Checkpoints
+
+ONE = jax.devices()[:1]
+CLOCKED = ("tokens_per_second", "mfu")
+
+
+def lines(path, without=CLOCKED):
+    return [{key: value for key, value in line.items() if key not in without} for line in recorder.read_lines(path)]
+
+
+def interrupt_after(step, metrics, signum):
+    """Send this process a signal once the step is in metrics.jsonl."""
+
+    def watch():
+        while not any(line["step"] >= step for line in recorder.read_lines(metrics)):
+            time.sleep(0.001)
+        os.kill(os.getpid(), signum)
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_ends_up_where_an_undisturbed_one_does(text_config, tmp_path, capsys, signum):
+    config = dataclasses.replace(text_config, train=dataclasses.replace(text_config.train, steps=40, log_every=1))
+    whole = loop.train(config, tmp_path / "whole", ONE)
+    assert whole.step == 40 and whole.signum is None
+
+    interrupt_after(3, tmp_path / "parts/metrics.jsonl", signum)
+    part = loop.train(config, tmp_path / "parts", ONE)
+    assert part.signum == signum and 3 <= part.step < 40
+    assert "The same command goes on" in capsys.readouterr().out
+    resumed = loop.train(config, tmp_path / "parts", ONE)
+    assert f"from step {part.step}" in capsys.readouterr().out
+    assert resumed.step == 40
+    jax.tree.map(np.testing.assert_array_equal, whole.params, resumed.params)
+    for name in recorder.FILES:
+        assert lines(tmp_path / "parts" / name) == lines(tmp_path / "whole" / name)
+
+    again = loop.train(config, tmp_path / "parts", ONE)
+    assert "nothing to do" in capsys.readouterr().out
+    jax.tree.map(np.testing.assert_array_equal, whole.params, again.params)
+
+
+def test_a_killed_run_goes_on_from_its_checkpoint_and_each_step_stands_once(text_config, tmp_path):
+    loop.train(text_config, tmp_path / "run", ONE)
+    expected = {name: lines(tmp_path / "run" / name) for name in recorder.FILES}
+    with Checkpoints(tmp_path / "run", keep=5) as checkpoints:  # as if killed at step 20, before the last save
+        assert checkpoints.manager.all_steps() == [16, 20]
+        checkpoints.manager.delete(20)
+    with open(tmp_path / "run/metrics.jsonl", "a") as file:
+        file.write('{"step": 21, "lo')
+    loop.train(text_config, tmp_path / "run", ONE)
+    assert {name: lines(tmp_path / "run" / name) for name in recorder.FILES} == expected
+    assert [line["step"] for line in expected["metrics.jsonl"]] == [1, 5, 10, 15, 20]
+    assert [line["step"] for line in expected["heads.jsonl"]] == [10, 20]
+    assert [line["step"] for line in expected["eval.jsonl"]] == [10, 20]
+
+
+def test_the_files_of_a_run(text_config, tmp_path):
+    loop.train(text_config, tmp_path / "run", ONE)
+    about = json.loads((tmp_path / "run/config.json").read_text())
+    assert recorder.read_config(tmp_path / "run") == text_config
+    assert about["kernel"] == "chunked" and about["device_count"] == 1 and about["versions"]["jax"] == jax.__version__
+    assert about["data_summary"]["unigram_entropy"] > 0
+
+    last = lines(tmp_path / "run/metrics.jsonl", without=())[-1]
+    assert {"step", "tokens", "loss", "ce", "z_loss", "perplexity", "grad_norm", "lr", "tokens_per_second", "epoch"} <= last.keys()
+    assert last["tokens"] == 20 * 8 * 16
+    assert ("mfu" in last) == (jax.default_backend() != "cpu")
+
+    heads = lines(tmp_path / "run/heads.jsonl")[-1]
+    layers, n = text_config.model.num_layers, text_config.model.num_heads
+    for name in ("gate_mean", "gate_below_0.1", "gate_above_0.9", "bos_share", "attention_self", "attention_previous"):
+        assert np.shape(heads[name]) == (layers, n), name
+    assert np.shape(heads["activation_max"]) == (layers,)
+    assert heads["sink_rate"] == np.mean(np.array(heads["bos_share"]) > 0.3)
+
+    (evaluation,) = loop.evaluate_checkpoint(text_config, tmp_path / "run", ONE)
+    assert evaluation["step"] == 20 and 0 < evaluation["bits_per_byte"] < evaluation["loss"] / np.log(2) * 1.1
+    assert list((tmp_path / "run/tensorboard").glob("events*"))
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_and_is_written_as_null(text_config, tmp_path):
+    wild = dataclasses.replace(text_config.optimizer, learning_rate=1e30, warmup_steps=1, clip_norm=0.0)
+    config = dataclasses.replace(text_config, optimizer=wild)
+    with pytest.raises(loop.Diverged, match="not finite at step"):
+        loop.train(config, tmp_path / "run", ONE)
+    text = (tmp_path / "run/metrics.jsonl").read_text()
+    assert "NaN" not in text and "Infinity" not in text and "null" in text
+
+
+def test_what_cannot_run_is_refused_before_anything_is_compiled(text_config, tmp_path):
+    def refused(match, **groups):
+        config = text_config
+        for group, values in groups.items():
+            config = dataclasses.replace(config, **{group: dataclasses.replace(getattr(config, group), **values)})
+        with pytest.raises(ConfigError, match=match):
+            loop.train(config, tmp_path / "never", ONE)
+
+    other = "tpu" if jax.default_backend() != "tpu" else "cpu"
+    refused(f"train.platform={other}, but JAX found only", train={"platform": other})
+    refused("must multiply to", mesh={"data": 64, "fsdp": 1})
+    refused("absent.txt", data={"source": f"text:{tmp_path}/absent.txt"})
+    refused("model.vocab_size=100", model={"vocab_size": 100})
+    assert not (tmp_path / "never/config.json").exists()
+    with pytest.raises(ConfigError, match="no checkpoint"):
+        loop.evaluate_checkpoint(text_config, tmp_path / "never", ONE)
