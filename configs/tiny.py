@@ -29,20 +29,20 @@ def get_config(arg=None):
     config = RunConfig(
         name="tiny",
         model=TransformerConfig(
-            vocab_size=4096,
-            d_model=160,
+            vocab_size=2048,
+            d_model=192,
             num_layers=4,
-            num_heads=6,
-            num_kv_heads=3,  # G = 2: k8 (six KV heads) and q48 (nine query heads) apply too
-            head_dim=32,
-            ffn_dim=432,  # 8/3 d_model
+            num_heads=4,
+            num_kv_heads=2,  # G = 2: k8 (four KV heads) and q48 (six query heads) apply too
+            head_dim=64,
+            ffn_dim=512,  # 8/3 d_model
             gates="g1",
         ),
-        data=DataConfig(source="tfds:sotu", tokenizer="bpe:4096", bos="row"),
-        train=TrainConfig(steps=1500, batch_size=8, seq_len=256),
+        data=DataConfig(source="tfds:sotu", tokenizer="bpe:2048", bos="row"),
+        train=TrainConfig(steps=1500, batch_size=4, seq_len=256),
         optimizer=OptimizerConfig(learning_rate=3e-3, warmup_steps=100, end_learning_rate=3e-4),
-        probe=ProbeConfig(every=100, rows=8),
-        eval=EvalConfig(every=250, batches=16),
+        probe=ProbeConfig(every=100, rows=16),
+        eval=EvalConfig(every=250, batches=32),
         checkpoint=CheckpointConfig(every=500),
     )
     return base.finish(config, args)

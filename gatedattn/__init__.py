@@ -4,8 +4,8 @@ from gatedattn.config import RunConfig, TransformerConfig
 from gatedattn.gates import GateSpec
 from gatedattn.layers import MLP, Gate, GatedAttention, GatedAttentionBlock, MoE, RMSNorm
 from gatedattn.transformer import Transformer
+from gatedattn.version import __version__
 
-__version__ = "0.1.0"
 __all__ = [
     "MLP",
     "Gate",
@@ -17,4 +17,5 @@ __all__ = [
     "RunConfig",
     "Transformer",
     "TransformerConfig",
+    "__version__",
 ]
