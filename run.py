@@ -2,11 +2,11 @@
 
 python run.py --config=configs/tiny.py                                   train into runs/tiny; the same command goes on with it
 python run.py --config=configs/tiny.py:gate=none --config.train.steps=200 --workdir=DIR
-python run.py --config=configs/tiny.py --mode=eval --workdir=DIR         the newest checkpoint on all held-out text, as JSON lines
+python run.py --config=configs/tiny.py --mode=eval --workdir=DIR         the newest checkpoint on all held-out text: JSON lines
 python run.py --config=configs/dense1b7.py --mode=count                  parameters and FLOPs as JSON, nothing allocated
 
-Exit codes: 0 done, 1 the loss is no longer finite, 2 the request cannot run (a line on stderr says why), 130 or 143 stopped by Ctrl-C
-or SIGTERM with everything saved.
+Exit codes: 0 done, 1 the loss is no longer finite, 2 the request cannot run (a line on stderr says why), 130 or 143 stopped by
+Ctrl-C or SIGTERM with everything saved.
 """
 
 import json
@@ -62,7 +62,11 @@ def count(config: RunConfig, workdir: Path) -> None:
     from gatedattn import transformer
 
     flops = transformer.flops_per_token(config.model, config.train.seq_len)
-    print(json.dumps(transformer.count(config.model) | {"flops_per_token_train": flops, "seq_len": config.train.seq_len}, indent=2))
+    print(
+        json.dumps(
+            transformer.count(config.model) | {"flops_per_token_train": flops, "seq_len": config.train.seq_len}, indent=2
+        )
+    )
 
 
 # --- the command line --------------------------------------------------------------------------------------------------------
@@ -86,7 +90,7 @@ def parse(argv: list[str]) -> list[str]:
 
 
 def explain(argv: list[str], error: BaseException) -> str | None:
-    """What a person can use of an error that absl or ml_collections raised; None for a bug in a recipe, whose traceback helps."""
+    """What a person can use of an error from absl or ml_collections; None for a bug in a recipe, whose traceback helps."""
     causes = [error]
     while cause := causes[-1].__cause__ or causes[-1].__context__:
         causes.append(cause)

@@ -20,9 +20,11 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from gatedattn.linear import project
+from gatedattn.sharding import explicit
 
 ACTIVATIONS = {
     "sigmoid": jax.nn.sigmoid,
@@ -237,7 +239,9 @@ def scores(spec: GateSpec, params: Mapping[str, Array], source: Float[Array, "B 
         if spec.source == "hidden":
             logits = project(source[..., : spec.in_dim or None], kernel, out_dtype=jnp.float32)
         elif spec.per_head and spec.sharing != "shared":
-            logits = jnp.einsum("btmh,mhc->btmc", source, kernel.astype(source.dtype), preferred_element_type=jnp.float32)
+            like = PartitionSpec(*jax.typeof(source).sharding.spec[:3], None) if explicit() else None
+            kernel = kernel.astype(source.dtype)
+            logits = jnp.einsum("btmh,mhc->btmc", source, kernel, preferred_element_type=jnp.float32, out_sharding=like)
         else:
             logits = project(source, kernel, out_dtype=jnp.float32)
         if "bias" in params:

@@ -1,4 +1,4 @@
-"""The command line. Its cases run in forks of one process that has imported everything: an import of JAX a case would take minutes."""
+"""The command line. The cases run in forks of one process that has imported everything: to import JAX anew takes seconds."""
 
 import json
 import os
@@ -11,14 +11,16 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 RECIPE = """
-from gatedattn.config import DataConfig, OptimizerConfig, RunConfig, TrainConfig, TransformerConfig, parse_recipe_args, to_config_dict
+from gatedattn.config import *
 
 def get_config(arg=None):
     args = parse_recipe_args(arg, layers=2)
     return to_config_dict(RunConfig(
         name="little",
-        model=TransformerConfig(vocab_size=257, d_model=32, num_layers=args.layers, num_heads=4, num_kv_heads=2, head_dim=8, ffn_dim=48,
-                                gates=args.gate or "g1"),
+        model=TransformerConfig(
+            vocab_size=257, d_model=32, num_layers=args.layers, num_heads=4, num_kv_heads=2, head_dim=8, ffn_dim=48,
+            gates=args.gate or "g1",
+        ),
         data=DataConfig(source="text:TEXTS/*.txt", tokenizer="bytes", cache_dir="TEXTS/cache"),
         train=TrainConfig(steps=4, batch_size=4, seq_len=16),
         optimizer=OptimizerConfig(warmup_steps=1),
@@ -44,9 +46,9 @@ for number, argv in enumerate(json.loads(sys.argv[1])):
 
 def run(folder, *cases):
     """Exit code, stdout and stderr of `python run.py ARGS` for each list of arguments."""
-    env = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    env = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
     command = [sys.executable, "-W", "ignore", "-c", FORKS, json.dumps(cases)]
-    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr
     texts = [((folder / f"{i}.out").read_text(), (folder / f"{i}.err").read_text()) for i in range(len(cases))]
     return [(int(code), *text) for code, text in zip(done.stdout.split(), texts, strict=True)]
@@ -101,7 +103,9 @@ def test_count_allocates_nothing_and_prints_json(recipe, tmp_path):
 
 
 def test_train_then_eval(recipe, tmp_path):
-    (code, out, err), (code_eval, out_eval, err_eval) = run(tmp_path, [recipe], [recipe, "--mode=eval", "--workdir=runs/little"])
+    (code, out, err), (code_eval, out_eval, err_eval) = run(
+        tmp_path, [recipe], [recipe, "--mode=eval", "--workdir=runs/little"]
+    )
     assert code == 0, err
     assert "compiled in" in out and "a sample" in out and "mean bos_share" in out
     assert (tmp_path / "runs/little/config.json").exists()

@@ -102,7 +102,9 @@ def test_counts_follow_from_the_shapes():
 
 def test_flops_match_the_compiler():
     """XLA counts one scanned layer once, so compare a single layer; elementwise work is a few per cent here."""
-    config = dataclasses.replace(CONFIG, num_layers=1, d_model=128, head_dim=32, ffn_dim=256, vocab_size=512, kernel="reference")
+    config = dataclasses.replace(
+        CONFIG, num_layers=1, d_model=128, head_dim=32, ffn_dim=256, vocab_size=512, kernel="reference"
+    )
     T = 64
     model = Transformer(config, rngs=nnx.Rngs(0))
     compiled = jax.jit(lambda tokens: model(tokens)[0]).lower(jnp.zeros((4, T), int)).compile()

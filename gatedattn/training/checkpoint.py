@@ -1,12 +1,13 @@
 """Checkpoints of a run: Orbax, asynchronous, the newest few kept.
 
-Layout: `checkpoints/STEP/{params,optimizer,config}`. Parameters are an item of their own, under their plain paths, so that tools
-read them without knowing the optimizer. Data needs no state: the batch of a step is a function of the seed and the step.
+Layout: `checkpoints/STEP/{params,optimizer,config}`. Parameters are an item of their own, under their plain paths, so that
+tools read them without knowing the optimizer. Data needs no state: the batch of a step is a function of the seed and the step.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Self
 
 import jax
 import orbax.checkpoint as ocp
@@ -25,7 +26,7 @@ class Checkpoints:
         options = ocp.CheckpointManagerOptions(max_to_keep=keep, step_prefix=None, create=True)
         self.manager = ocp.CheckpointManager(self.directory, options=options)
 
-    def __enter__(self) -> Checkpoints:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_) -> None:

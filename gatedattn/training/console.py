@@ -28,7 +28,9 @@ def count_text(n: float) -> str:
 def banner(config: RunConfig, workdir, counts: dict, data: dict, about: dict) -> None:
     """Everything that a surprised reader of the results would ask about, before anything is compiled."""
     train, tokens = config.train, config.tokens_per_step
-    devices = f"{about['device_count']} x {about['device_kind']}" + (f" in {about['process_count']} processes" * (about["process_count"] > 1))
+    devices = f"{about['device_count']} x {about['device_kind']}" + (
+        f" in {about['process_count']} processes" * (about["process_count"] > 1)
+    )
     say(f"{config.name}: gates {config.model.gates}, writing to {workdir}")
     say(f"  platform     {about['platform']}, {devices}")
     if about["platform"] == "cpu":
@@ -45,7 +47,8 @@ def banner(config: RunConfig, workdir, counts: dict, data: dict, about: dict) ->
     )
     if rows := data["rows_per_epoch"]:
         epochs = train.steps * train.batch_size / rows
-        say(f"  data         {config.data.source}: {count_text(data['tokens_per_epoch'])} tokens an epoch, {epochs:.3g} epochs planned")
+        size = count_text(data["tokens_per_epoch"])
+        say(f"  data         {config.data.source}: {size} tokens an epoch, {epochs:.3g} epochs planned")
         if epochs > TOO_MANY_EPOCHS:
             say(f"  WARNING      the data will be read {epochs:.0f} times: expect memorisation; use fewer steps or more text")
     else:
@@ -75,11 +78,10 @@ class Progress:
             say(f"step {line['step']}/{self.steps}  {text}")
 
     def evaluation(self, line: dict) -> None:
-        extra = f", {line['bits_per_byte']:.3f} bits per byte" if "bits_per_byte" in line else ""
-        say(f"step {line['step']}/{self.steps}  held out {line['set']}: loss {line['loss']:.4f}, perplexity {line['perplexity']:.4g}{extra}")
+        text = f"loss {line['loss']:.4f}, perplexity {line['perplexity']:.4g}"
+        text += f", {line['bits_per_byte']:.3f} bits per byte" if "bits_per_byte" in line else ""
+        say(f"step {line['step']}/{self.steps}  held out {line['set']}: {text}")
 
     def close(self) -> None:
         if self.bar is not None:
             self.bar.close()
-
-

@@ -39,7 +39,13 @@ def evaluate(eval_step: Callable, params: PyTree, data: Data, place: Placement, 
         total = {key: float(value) for key, value in jax.device_get(total).items()}
         tokens = max(total["count"], 1)
         loss = total["ce_sum"] / tokens
-        line = {"set": name, "loss": loss, "perplexity": perplexity(loss), "accuracy": total["correct"] / tokens, "tokens": int(tokens)}
+        line = {
+            "set": name,
+            "loss": loss,
+            "perplexity": perplexity(loss),
+            "accuracy": total["correct"] / tokens,
+            "tokens": int(tokens),
+        }
         if text_bytes := data.valid_bytes.get(name):
             line["bits_per_byte"] = total["ce_sum"] / math.log(2) / (text_bytes * tokens / held_out.num_tokens)
         lines.append(line)
@@ -47,8 +53,8 @@ def evaluate(eval_step: Callable, params: PyTree, data: Data, place: Placement, 
 
 
 def make_probe_step(config: RunConfig) -> Callable[[PyTree, steps.Batch], dict]:
-    """(params, batch) -> `probes.measure`. Where the data marks triggers, attention is averaged over the other queries: a trigger's
-    head is meant to look at the token to copy, and Bigram-Backcopy asks what heads do when there is nothing to copy."""
+    """(params, batch) -> `probes.measure`. Where the data marks triggers, attention is averaged over the other queries: at a
+    trigger a head is meant to look at the token to copy, and the question is what heads do when there is nothing to copy."""
     graphdef = steps.graph(config.model)
 
     def probe_step(params, batch):

@@ -44,7 +44,9 @@ class Result:
     signum: int | None = None
 
 
-def prepare(config: RunConfig, workdir: str | Path | None, devices: Sequence[jax.Device] | None = None) -> tuple[Data, Placement, dict]:
+def prepare(
+    config: RunConfig, workdir: str | Path | None, devices: Sequence[jax.Device] | None = None
+) -> tuple[Data, Placement, dict]:
     """Everything that can be wrong with a run before something is compiled: platform, kernel, mesh, data.
 
     Returns the data, the placement, and what config.json tells besides the configuration. Raises `ConfigError`.
@@ -55,7 +57,9 @@ def prepare(config: RunConfig, workdir: str | Path | None, devices: Sequence[jax
     except RuntimeError as error:
         raise ConfigError(f"JAX finds no device: {str(error).splitlines()[0]}") from None
     if wanted not in ("any", found):
-        raise ConfigError(f"train.platform={wanted}, but JAX found only {found}: install JAX for {wanted}, or set train.platform=any")
+        raise ConfigError(
+            f"train.platform={wanted}, but JAX found only {found}: install JAX for {wanted}, or set train.platform=any"
+        )
     try:
         kernel = kernels.resolve(config.model.kernel, found)
     except ValueError as error:
@@ -73,10 +77,11 @@ def prepare(config: RunConfig, workdir: str | Path | None, devices: Sequence[jax
 
 
 def train(config: RunConfig, workdir: str | Path, devices: Sequence[jax.Device] | None = None) -> Result:
-    """Train to `train.steps`, on all devices or those given; the same call goes on where an interrupted one stopped, bit for bit as if it had not been.
+    """Train to `train.steps`, on all devices or those given.
 
-    The host stays one step behind the device: it reads the metrics of a logged step after the next one is dispatched. Ctrl-C and
-    SIGTERM finish the step, save it and return. The last step is always evaluated, probed and saved.
+    The same call goes on where an interrupted one stopped, bit for bit as if it had not been. The host stays one step behind
+    the device: it reads a logged step's metrics after the next step is dispatched. Ctrl-C and SIGTERM finish the step, save it
+    and return. The last step is always evaluated, probed and saved.
 
     Raises `ConfigError` before anything is compiled if the run cannot start, `Diverged` once the loss is not finite.
     """
@@ -108,7 +113,8 @@ class _Run:
     """The parts of one run, and what happens to them in order."""
 
     def __init__(self, config, workdir, data, place, about, checkpoints):
-        self.config, self.workdir, self.data, self.place, self.about, self.checkpoints = config, workdir, data, place, about, checkpoints
+        self.config, self.workdir, self.data = config, workdir, data
+        self.place, self.about, self.checkpoints = place, about, checkpoints
         self.steps = config.train.steps
         self.eval_step = jax.jit(steps.make_eval_step(config))
         self.probe_step = jax.jit(evaluate.make_probe_step(config))
@@ -143,11 +149,10 @@ class _Run:
 
     def start(self) -> tuple[steps.TrainState, int]:
         """The state to begin with and its step: the newest checkpoint, or a new one."""
-        init = steps.make_init(self.config)
-        abstract = jax.eval_shape(init)
+        abstract = jax.eval_shape(steps.make_init(self.config))
         step = self.checkpoints.latest()
         if step is None:
-            return jax.jit(init, out_shardings=self.place.shardings(abstract))(), 0
+            return steps.initialize(self.config, self.place.shardings(abstract)), 0
         return self.checkpoints.restore(self.place.on_devices(abstract), step), step
 
     def announce_resume(self, start: int) -> None:
@@ -248,10 +253,12 @@ class _Run:
         heads = self.last["heads"]
         say(f"  mean bos_share  {np.mean(heads['bos_share']):.3f}, sink_rate {heads['sink_rate']:.2f}")
         gates = heads.get("gate_mean")
-        for spec, mean in (gates.items() if isinstance(gates, dict) else [("", gates)] if gates is not None else ()):
+        for spec, mean in gates.items() if isinstance(gates, dict) else [("", gates)] if gates is not None else ():
             say(f"  mean gate       {np.mean(mean):.3f} {spec}".rstrip())
         say(f"  max activation  {np.max(heads['activation_max']):.4g}")
-        say(f"  files           {self.workdir}: config.json, metrics.jsonl, heads.jsonl, eval.jsonl, checkpoints/, tensorboard/")
+        say(
+            f"  files           {self.workdir}: config.json, metrics.jsonl, heads.jsonl, eval.jsonl, checkpoints/, tensorboard/"
+        )
 
 
 def _due(every: int, step: int) -> bool:
@@ -260,8 +267,10 @@ def _due(every: int, step: int) -> bool:
 
 def _check_finite(step: int, metrics: dict) -> None:
     if not math.isfinite(metrics["loss"]) or not math.isfinite(metrics["grad_norm"]):
-        raise Diverged(f"the loss or its gradient is not finite at step {step}: it will not recover. The newest checkpoint is from "
-                       "before; try a lower optimizer.learning_rate, more optimizer.warmup_steps or a smaller clip_norm")  # fmt: skip
+        raise Diverged(
+            f"the loss or its gradient is not finite at step {step} and will not recover. The newest checkpoint is from "
+            "before. Try a lower optimizer.learning_rate, more optimizer.warmup_steps or a smaller optimizer.clip_norm"
+        )
 
 
 class _Clock:

@@ -21,9 +21,9 @@ def next_token_loss(
         logits = hidden @ unembedding,  lse = logsumexp(logits)
         ce_sum = sum(lse - logits[target]),  z_sum = sum(lse^2),  loss_sum = ce_sum + z_loss * z_sum
 
-    `count` is the number of unmasked tokens, `correct` how many of them had the target among the largest logits. Only `loss_sum`
-    carries a gradient. Float32 logits (float64 for float64 inputs) exist for `chunk` tokens at a time, in the backward pass too:
-    the gradients of a chunk are computed right after its loss, which also spares computing the logits a second time.
+    `count` is the number of unmasked tokens, `correct` how many of them had the target among the largest logits. Only
+    `loss_sum` carries a gradient. Float32 logits (float64 for float64 inputs) exist for `chunk` tokens at a time, also in the
+    backward pass: the gradients of a chunk are computed right after its loss, which spares computing the logits a second time.
     """
     rows = targets.size
     chunks = -(-rows // chunk)

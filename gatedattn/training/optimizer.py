@@ -30,7 +30,9 @@ def schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
     """
     peak, end, last = config.learning_rate, config.end_learning_rate, steps - 1
     warmup = min(config.warmup_steps, steps // 2)
-    start = {"cosine": warmup, "wsd": max(warmup, steps - round(config.decay_fraction * steps)), "constant": last}[config.schedule]
+    start = {"cosine": warmup, "wsd": max(warmup, steps - round(config.decay_fraction * steps)), "constant": last}[
+        config.schedule
+    ]
 
     def rate(step):
         step = jnp.asarray(step, jnp.float32)
@@ -71,7 +73,7 @@ def _muon(config: OptimizerConfig, rate: optax.Schedule) -> optax.GradientTransf
     """Orthogonalised momentum (Jordan et al., 2024), scaled by sqrt(max(1, out / in)) as in the authors' code."""
     ratio = config.muon_learning_rate / config.learning_rate
     return optax.chain(
-        # optax offers the whole recipe as `contrib.muon`, but that decays Adam's parameters without a mask and gives them Nesterov.
+        # Not `contrib.muon`, the whole recipe: it decays Adam's parameters without a mask and gives them Nesterov momentum.
         scale_by_muon(beta=config.muon_momentum, weight_dimension_numbers=_muon_dimensions),
         optax.stateless(lambda updates, _: jax.tree.map(_scale_by_shape, updates, _muon_dimensions(updates))),
         optax.add_decayed_weights(config.weight_decay, decay_mask(config)),
@@ -91,8 +93,8 @@ def build(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
     if config.name == "muon":
 
         def labels(params):
-            is_leaf = lambda x: x is None or isinstance(x, MuonDimensionNumbers)
-            return jax.tree.map(lambda d: "muon" if d else "adamw", _muon_dimensions(params), is_leaf=is_leaf)
+            dimensions = _muon_dimensions(params)
+            return jax.tree.map(lambda _, d: "muon" if d else "adamw", params, dimensions)
 
         update = optax.partition({"muon": _muon(config, rate), "adamw": update}, labels)
     clip = [optax.clip_by_global_norm(config.clip_norm)] if config.clip_norm else []

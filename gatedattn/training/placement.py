@@ -17,7 +17,13 @@ BATCH_AXES = ("data", "fsdp", "expert")  # the mesh axes that divide the sequenc
 
 def mesh_shape(config: MeshConfig, devices: int) -> dict[str, int]:
     """Devices along each axis, -1 filled in. Raises `ConfigError` if they do not multiply to `devices`."""
-    sizes = {"data": config.data, "fsdp": config.fsdp, "tensor": config.tensor, "expert": config.expert, "context": config.context}
+    sizes = {
+        "data": config.data,
+        "fsdp": config.fsdp,
+        "tensor": config.tensor,
+        "expert": config.expert,
+        "context": config.context,
+    }
     given = math.prod(size for size in sizes.values() if size != -1)
     if -1 in sizes.values() and devices % given == 0:
         return {name: devices // given if size == -1 else size for name, size in sizes.items()}
@@ -39,7 +45,9 @@ class Placement:
             if batch_size % ways:
                 raise ConfigError(f"{batch_size} sequences (train.batch_size / train.microbatches) cannot be divided over "
                                   f"{ways} devices (mesh.data x mesh.fsdp x mesh.expert)")  # fmt: skip
-            self.mesh = jax.make_mesh(tuple(shape.values()), tuple(shape), axis_types=(AxisType.Auto,) * len(shape), devices=devices)
+            self.mesh = jax.make_mesh(
+                tuple(shape.values()), tuple(shape), axis_types=(AxisType.Auto,) * len(shape), devices=devices
+            )
 
     def scope(self):
         """The context in which to trace and run."""
@@ -53,8 +61,8 @@ class Placement:
         """An abstract tree with its shardings filled in: the target of a restore."""
         if self.mesh is None:
             return abstract
-        fill = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
-        return jax.tree.map(fill, abstract, self.shardings(abstract))
+        shardings = self.shardings(abstract)
+        return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), abstract, shardings)
 
     def put(self, batch: dict) -> dict:
         """A host batch on the devices, sequences divided over `BATCH_AXES`; does not wait for the transfer."""

@@ -26,7 +26,7 @@ SINK = 0.3  # a head whose bos_share exceeds this is an attention sink
 
 
 def finite(value):
-    """`value` as JSON-ready Python: arrays become lists, float32 is rounded to the digits it has, non-finite numbers become None."""
+    """`value` as JSON-ready Python: arrays become lists, rounded to the digits float32 has; non-finite numbers become None."""
     if isinstance(value, dict):
         return {str(key): finite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -42,9 +42,9 @@ def finite(value):
 
 
 def heads_line(step: int, probe: dict) -> dict:
-    """A line of heads.jsonl from `probes.measure`: the lists [L][N] of each statistic, and sink_rate, the share of (layer, head)
-    pairs with bos_share > 0.3. Where layers have several gates, the gate_* entries are dicts keyed by the gate's short form; without
-    gates they are left out."""
+    """A line of heads.jsonl from `probes.measure`: the lists [L][N] of each statistic, and sink_rate, the share of (layer,
+    head) pairs with bos_share > 0.3. Where layers have several gates, the gate_* entries are dicts keyed by the gate's short
+    form; without gates they are left out."""
     line = {"step": step, "bos_share": probe["bos_share"], "sink_rate": float(np.mean(np.asarray(probe["bos_share"]) > SINK))}
     gates = probe.get("gates", {})
     for name in ("mean", "below_0.1", "above_0.9") if gates else ():
@@ -91,7 +91,9 @@ def git_revision() -> str | None:
     folder = Path(__file__).parent
 
     def git(*args: str) -> str:
-        return subprocess.run(["git", "-C", str(folder), *args], capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+        return subprocess.run(
+            ["git", "-C", str(folder), *args], capture_output=True, text=True, check=True, timeout=10
+        ).stdout.strip()
 
     try:
         return git("rev-parse", "HEAD") + ("-dirty" if git("status", "--porcelain", "--untracked-files=no") else "")

@@ -49,7 +49,9 @@ def test_equals_the_definition(x64, kernel, window, heads):
     np.testing.assert_allclose(lse, expected_lse, atol=1e-12)
 
 
-@pytest.mark.parametrize("T,block,window", [(37, 8, 0), (37, 8, 1), (37, 8, 9), (32, 8, 0), (32, 8, 8), (32, 8, 30), (7, 16, 5), (9, 1, 3)])
+@pytest.mark.parametrize(
+    "T,block,window", [(37, 8, 0), (37, 8, 1), (37, 8, 9), (32, 8, 0), (32, 8, 8), (32, 8, 30), (7, 16, 5), (9, 1, 3)]
+)
 def test_blocks_and_gradients(x64, T, block, window):
     q, k, v, segments = inputs(T=T)
 
@@ -66,7 +68,9 @@ def test_blocks_and_gradients(x64, T, block, window):
     def blocks(q, k, v):
         return chunked.attention(q, k, v, segment_ids=segments, window=window, scale=0.3, block=block)
 
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-11), value_and_gradients(blocks), value_and_gradients(dense))
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-11), value_and_gradients(blocks), value_and_gradients(dense)
+    )
 
 
 @pytest.mark.parametrize("kernel", RUNNABLE)

@@ -163,7 +163,9 @@ def test_gates_act_where_the_paper_says(x64):
 def test_query_source_sees_the_query(x64):
     """gates='g1:query' is sigmoid(q W) with q after its norm and before rotation."""
     x, _ = data()
-    layer = randomize(GatedAttention(num_heads=N, num_kv_heads=K, head_dim=H, d_model=D, gates="g1:query", **F64, rngs=nnx.Rngs(0)))
+    layer = randomize(
+        GatedAttention(num_heads=N, num_kv_heads=K, head_dim=H, d_model=D, gates="g1:query", **F64, rngs=nnx.Rngs(0))
+    )
     seen = {}
     layer(x, probe=lambda kind, **captured: seen.update(captured) or {})
     q = rms(np.asarray(layer.query(x)), np.asarray(layer.query_norm.weight[...]))
@@ -181,7 +183,9 @@ def test_identity_start_changes_nothing():
     np.testing.assert_array_equal(run(plain, x)[0], run(gated, x)[0])
 
 
-@pytest.mark.parametrize("renormalize,shared", [(True, {}), (False, dict(shared_dim=8)), (True, dict(shared_dim=8, shared_gate=True))])
+@pytest.mark.parametrize(
+    "renormalize,shared", [(True, {}), (False, dict(shared_dim=8)), (True, dict(shared_dim=8, shared_gate=True))]
+)
 def test_moe_equals_a_loop_over_experts(x64, renormalize, shared):
     x, segments = data()
     segments[0, -2:] = 0  # padding
@@ -215,7 +219,9 @@ def test_moe_equals_a_loop_over_experts(x64, renormalize, shared):
     load, mean = np.asarray(kept)[real].mean(0) / 2, np.asarray(probs)[real].mean(0)
     np.testing.assert_allclose(aux["router_load"], load, atol=1e-6)
     np.testing.assert_allclose(aux["load_balance"], 5 * (load * mean).sum(), atol=1e-5)
-    np.testing.assert_allclose(aux["router_entropy"], -(np.asarray(probs)[real] * np.log(np.asarray(probs)[real])).sum(-1).mean(), atol=1e-5)
+    np.testing.assert_allclose(
+        aux["router_entropy"], -(np.asarray(probs)[real] * np.log(np.asarray(probs)[real])).sum(-1).mean(), atol=1e-5
+    )
 
     def ours(params, x):
         nnx.replace_by_pure_dict(state, params)

@@ -50,7 +50,9 @@ def dense(model, query_mask):
     return result
 
 
-@pytest.mark.parametrize("extra", [{}, {"sink": "learned"}, {"window": 4, "kernel": "reference"}, {"sink": "off_by_one", "qk_norm": False}])
+@pytest.mark.parametrize(
+    "extra", [{}, {"sink": "learned"}, {"window": 4, "kernel": "reference"}, {"sink": "off_by_one", "qk_norm": False}]
+)
 def test_equals_dense_maps(x64, extra):
     model = Transformer(dataclasses.replace(CONFIG, **extra), param_dtype=jnp.float64, rngs=nnx.Rngs(0))
     mask = RNG.random((B, T)) < 0.7

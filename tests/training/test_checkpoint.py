@@ -13,7 +13,7 @@ from gatedattn.training.checkpoint import Checkpoints
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_a_state_comes_back_bit_for_bit(config, tmp_path, name):
     c = dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, name=name))
-    state = jax.jit(steps.make_init(c))()
+    state = steps.initialize(c)
     state = jax.tree.map(lambda x: x + np.arange(x.size, dtype=x.dtype).reshape(x.shape), state)._replace(step=np.int32(7))
     with Checkpoints(tmp_path) as checkpoints:
         assert checkpoints.latest() is None
@@ -31,7 +31,7 @@ def test_a_state_comes_back_bit_for_bit(config, tmp_path, name):
 
 
 def test_only_the_newest_are_kept(config, tmp_path):
-    state = jax.jit(steps.make_init(config))()
+    state = steps.initialize(config)
     with Checkpoints(tmp_path, keep=2) as checkpoints:
         for step in (1, 2, 3):
             checkpoints.save(state._replace(step=np.int32(step)), config)
@@ -41,6 +41,6 @@ def test_only_the_newest_are_kept(config, tmp_path):
 def test_a_checkpoint_of_another_model_is_refused(config, tmp_path):
     wider = dataclasses.replace(config, model=dataclasses.replace(config.model, ffn_dim=64))
     with Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(jax.jit(steps.make_init(config))(), config)
+        checkpoints.save(steps.initialize(config), config)
     with Checkpoints(tmp_path) as checkpoints, pytest.raises(ConfigError, match="does not fit this config"):
         checkpoints.restore(jax.eval_shape(steps.make_init(wider)))

@@ -79,7 +79,18 @@ def test_the_files_of_a_run(text_config, tmp_path):
     assert about["data_summary"]["unigram_entropy"] > 0
 
     last = lines(tmp_path / "run/metrics.jsonl", without=())[-1]
-    assert {"step", "tokens", "loss", "ce", "z_loss", "perplexity", "grad_norm", "lr", "tokens_per_second", "epoch"} <= last.keys()
+    assert {
+        "step",
+        "tokens",
+        "loss",
+        "ce",
+        "z_loss",
+        "perplexity",
+        "grad_norm",
+        "lr",
+        "tokens_per_second",
+        "epoch",
+    } <= last.keys()
     assert last["tokens"] == 20 * 8 * 16
     assert ("mfu" in last) == (jax.default_backend() != "cpu")
 

@@ -82,9 +82,9 @@ def test_bfloat16_hidden_keeps_float32_sums_and_gradients_of_the_unembedding():
 
     value, (d_hidden, d_unembedding) = jax.value_and_grad(loss, (0, 1))(hidden, unembedding)
     assert (value.dtype, d_hidden.dtype, d_unembedding.dtype) == (jnp.float32, jnp.bfloat16, jnp.float32)
-    expected = jax.grad(lambda w: jnp.sum(optax.softmax_cross_entropy_with_integer_labels(hidden.astype(w.dtype) @ w, targets)))(
-        unembedding
-    )
+    expected = jax.grad(
+        lambda w: jnp.sum(optax.softmax_cross_entropy_with_integer_labels(hidden.astype(w.dtype) @ w, targets))
+    )(unembedding)
     np.testing.assert_allclose(d_unembedding, expected, atol=0.02 * float(jnp.abs(expected).max()))
 
 

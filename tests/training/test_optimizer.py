@@ -13,7 +13,10 @@ L, D, N, H, F, E, V = 2, 16, 4, 8, 24, 3, 40
 def params():
     """Parameters by the paths that the Transformer uses."""
     random = np.random.default_rng(0)
-    normal = lambda *shape: random.standard_normal(shape, np.float32)
+
+    def normal(*shape):
+        return random.standard_normal(shape, np.float32)
+
     return {
         "embedding": {"table": normal(V, D)},
         "layers": {
@@ -38,7 +41,7 @@ def flat(tree):
 
 
 def test_schedules_at_known_steps():
-    base = dict(learning_rate=1.0, end_learning_rate=0.1, warmup_steps=10)
+    base = {"learning_rate": 1.0, "end_learning_rate": 0.1, "warmup_steps": 10}
     cosine = optimizer.schedule(OptimizerConfig(schedule="cosine", **base), 111)
     np.testing.assert_allclose([cosine(s) for s in (0, 4, 9, 10, 60, 110, 200)], [0.1, 0.5, 1, 1, 0.55, 0.1, 0.1], rtol=1e-5)
 
@@ -74,7 +77,9 @@ def test_decay_only_shrinks_the_intended_parameters(name):
     assert moved == DECAYED
     muon = name == "muon"
     rate = config.muon_learning_rate if muon else config.learning_rate
-    np.testing.assert_allclose(updates["layers"]["mlp"]["down"]["kernel"], -rate * 0.1 * tree["layers"]["mlp"]["down"]["kernel"], 1e-5)
+    np.testing.assert_allclose(
+        updates["layers"]["mlp"]["down"]["kernel"], -rate * 0.1 * tree["layers"]["mlp"]["down"]["kernel"], 1e-5
+    )
     np.testing.assert_allclose(updates["head"]["kernel"], -config.learning_rate * 0.1 * tree["head"]["kernel"], 1e-5)
 
 

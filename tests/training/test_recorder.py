@@ -20,7 +20,13 @@ def test_gate_lists_are_plain_for_one_gate_keyed_for_several_and_absent_without(
 
 
 def test_numbers_that_are_not_finite_become_null():
-    line = {"a": float("nan"), "b": np.array([1.5, np.inf], np.float32), "c": {"d": [np.float64("-inf"), 2]}, "e": True, "f": None}
+    line = {
+        "a": float("nan"),
+        "b": np.array([1.5, np.inf], np.float32),
+        "c": {"d": [np.float64("-inf"), 2]},
+        "e": True,
+        "f": None,
+    }
     assert recorder.finite(line) == {"a": None, "b": [1.5, None], "c": {"d": [None, 2]}, "e": True, "f": None}
 
 
@@ -46,7 +52,8 @@ def test_a_heat_map_is_white_at_zero_and_dark_at_one():
 def test_peak_rates_by_the_names_that_jax_reports():
     kinds = {
         "TPU v4": 275, "TPU v5 lite": 197, "TPU v5p": 459, "TPU v5": 459, "TPU v6 lite": 918, "TPU7x": 1153.5,
-        "NVIDIA H100 80GB HBM3": 989.4, "NVIDIA H100 PCIe": 756, "NVIDIA H200": 989.4, "NVIDIA A100-SXM4-80GB": 312, "NVIDIA B200": 2250,
+        "NVIDIA H100 80GB HBM3": 989.4, "NVIDIA H100 PCIe": 756, "NVIDIA H200": 989.4,
+        "NVIDIA A100-SXM4-80GB": 312, "NVIDIA B200": 2250,
     }  # fmt: skip
     assert {kind: peak_flops(kind) for kind in kinds} == {kind: peak * 1e12 for kind, peak in kinds.items()}
     assert peak_flops("cpu") is None
