@@ -60,6 +60,49 @@ def _variant_row(record: dict) -> tuple:
     )  # fmt: skip
 
 
+@command(
+    "weights in and out: Hugging Face and GGUF to a folder of ours, any MODEL to a Hugging Face folder",
+    argument("direction", choices=("from-hf", "to-hf", "from-gguf")),
+    argument("source", help="a Hugging Face folder, a .gguf file; to-hf: any MODEL (a run, a checkpoint, a converted folder)"),
+    argument("destination", help="a new folder"),
+    argument("--layout", default="stock", choices=("stock", "authors"), help="to-hf: a stock class, or the authors' code"),
+)
+def convert(args):
+    from gatedattn.interop import models
+
+    print(models.convert(args.direction, args.source, args.destination, args.layout))
+
+
+@command(
+    "text from a model, streamed to standard output",
+    argument("model", metavar="MODEL", help="a run, a checkpoint, a converted or Hugging Face folder, a .gguf file"),
+    argument("--prompt", default="", help="what the text continues; it is not repeated"),
+    argument("--max_tokens", "--max-tokens", type=int, default=256, help="how many new tokens at most (256)"),
+    argument("--temperature", type=float, default=0.0, help="0: always the most likely token"),
+    argument("--top_k", "--top-k", type=int, default=0, help="draw from the K most likely tokens only; 0: from all"),
+    argument("--top_p", "--top-p", type=float, default=1.0, help="draw from the likeliest tokens that sum to this probability"),
+    argument("--seed", type=int, default=0),
+    argument("--cache", default="full", help="what the cache keeps: full, window:512 or streaming:4+508"),
+)
+def generate(args):
+    from gatedattn import inference
+    from gatedattn.config import ConfigError
+
+    # Everything that can be wrong with the request before a model is read.
+    inference.Sampling(args.temperature, args.top_k, args.top_p, args.seed)
+    policy = inference.CachePolicy.parse(args.cache)
+
+    from gatedattn.interop import models
+
+    model, tokenizer = models.load_model(args.model)
+    if tokenizer is None:
+        raise ConfigError(f"{args.model} has no tokenizer to read the prompt with")
+    options = dict(max_tokens=args.max_tokens, temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, seed=args.seed)
+    for piece in inference.stream_text(model, tokenizer, args.prompt, policy=policy, **options):
+        print(piece, end="", flush=True)
+    print()
+
+
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Left-aligned columns, as wide as they need to be; the last is not padded."""
     widths = [max(len(str(row[i])) for row in (columns, *rows)) for i in range(len(columns))]

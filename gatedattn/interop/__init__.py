@@ -1,0 +1,1 @@
+"""Weights and modules in and out: Hugging Face folders, GGUF files, and other people's models."""
