@@ -240,8 +240,8 @@ def scores(spec: GateSpec, params: Mapping[str, Array], source: Float[Array, "B 
             logits = project(source[..., : spec.in_dim or None], kernel, out_dtype=jnp.float32)
         elif spec.per_head and spec.sharing != "shared":
             like = PartitionSpec(*jax.typeof(source).sharding.spec[:3], None) if explicit() else None
-            kernel = kernel.astype(source.dtype)
-            logits = jnp.einsum("btmh,mhc->btmc", source, kernel, preferred_element_type=jnp.float32, out_sharding=like)
+            # Operands in float32: XLA's CPU back end has no product over a batch dimension of bfloat16 into float32 in this layout.
+            logits = jnp.einsum("btmh,mhc->btmc", source.astype(jnp.float32), kernel.astype(jnp.float32), out_sharding=like)
         else:
             logits = project(source, kernel, out_dtype=jnp.float32)
         if "bias" in params:

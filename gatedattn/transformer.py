@@ -35,8 +35,17 @@ class Transformer(nnx.Module):
         keys = jax.random.split(rngs.params(), config.num_layers)
         graphdef = nnx.split(nnx.eval_shape(lambda: GatedAttentionBlock(config, param_dtype=param_dtype, rngs=nnx.Rngs(0))))[0]
         self.layers = nnx.merge(graphdef, jax.vmap(lambda key: layer(key)[1])(keys))
-        self.final_norm = RMSNorm(config.d_model, eps=config.norm_eps, zero_centered=config.norm_zero_centered, param_dtype=param_dtype)
+        self.final_norm = RMSNorm(
+            config.d_model, eps=config.norm_eps, zero_centered=config.norm_zero_centered, param_dtype=param_dtype
+        )
         self.head = None if config.tie_embeddings else Linear(config.d_model, config.vocab_size, **weights)
+
+    def embed(self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+        """What enters the first layer."""
+        x = self.config.embedding_scale * self.embedding(tokens)
+        if self.position is not None:
+            x = x + self.position(positions)
+        return constrain(x, "BTD")
 
     def hidden(
         self,
@@ -54,10 +63,7 @@ class Transformer(nnx.Module):
         config = self.config
         if positions is None:
             positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-        x = config.embedding_scale * self.embedding(tokens)
-        if self.position is not None:
-            x = x + self.position(positions)
-        x = constrain(x, "BTD")
+        x = self.embed(tokens, positions)
         graphdef, params = nnx.split(self.layers)
 
         def block(x, layer):
@@ -75,12 +81,19 @@ class Transformer(nnx.Module):
         """The matrix that turns the final hidden state into logits."""
         return self.embedding.table[...].T if self.head is None else self.head.kernel[...]
 
+    def logits(self, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
+        """Logits of the final hidden state, in at least float32."""
+        return project(x, self.unembedding(), out_dtype=jnp.promote_types(x.dtype, jnp.float32))
+
     def __call__(
-        self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"] | None = None, segment_ids: Int[Array, "B T"] | None = None
+        self,
+        tokens: Int[Array, "B T"],
+        positions: Int[Array, "B T"] | None = None,
+        segment_ids: Int[Array, "B T"] | None = None,
     ) -> tuple[Float[Array, "B T V"], dict]:
         """Logits in at least float32. For training use `hidden` with the chunked loss, which never holds all logits."""
         x, aux = self.hidden(tokens, positions, segment_ids)
-        return project(x, self.unembedding(), out_dtype=jnp.promote_types(x.dtype, jnp.float32)), aux
+        return self.logits(x), aux
 
 
 def abstract_parameters(config: TransformerConfig) -> dict[str, jax.ShapeDtypeStruct]:

@@ -8,6 +8,7 @@ import jax
 from jaxtyping import Array, Float, Int
 
 from gatedattn.kernels import chunked, reference
+from gatedattn.sharding import map_shards
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,4 +65,9 @@ def attention(
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     implementation = CAPABILITIES[resolve(kernel)]
-    return implementation.call(q, k, v, segment_ids=segment_ids, window=window, scale=scale)
+
+    def call(q, k, v, segment_ids):
+        return implementation.call(q, k, v, segment_ids=segment_ids, window=window, scale=scale)
+
+    # Sequences and KV heads do not mix: each device attends within its own, over the whole length.
+    return map_shards(call, (q, k, v, segment_ids), ("B.K.", "B.K.", "B.K.", "B."), ("B.K.", "BK."))

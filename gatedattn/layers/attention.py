@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,23 @@ from gatedattn.sharding import constrain
 Probe = Callable[..., dict[str, Array]]
 
 
+class Cache(Protocol):
+    """Keys and values of earlier tokens of one layer (see `gatedattn.inference.cache`)."""
+
+    def attend(
+        self,
+        q: Float[Array, "B T N H"],
+        k: Float[Array, "B T K H"],
+        v: Float[Array, "B T K H"],
+        *,
+        rope: RopeConfig | None,
+        window: int,
+    ) -> tuple[Float[Array, "B T N H"], Float[Array, "B N T"], Cache]:
+        """What the attention kernel returns, over the tokens before and the T new ones, and the cache that holds both.
+
+        q and k come without rotation; `window` is the layer's own."""
+
+
 class Gate(nnx.Module):
     """One gate (see `gatedattn.gates.GateSpec`) with its parameters: `(y, source) -> (y', score)`.
 
@@ -30,12 +48,18 @@ class Gate(nnx.Module):
         num_heads, head_dim: of the gated tensor (K heads for g2 and g3); unused by g5.
     """
 
-    def __init__(self, spec: str | GateSpec, *, d_model: int, num_heads: int, head_dim: int, param_dtype=jnp.float32, rngs: nnx.Rngs):
+    def __init__(
+        self, spec: str | GateSpec, *, d_model: int, num_heads: int, head_dim: int, param_dtype=jnp.float32, rngs: nnx.Rngs
+    ):
         self.spec = spec if isinstance(spec, GateSpec) else GateSpec.parse(spec)
         params = gates_lib.init(rngs.params(), self.spec, d_model, num_heads, head_dim, param_dtype)
-        self.kernel, self.table, self.bias = (nnx.Param(params[n]) if n in params else None for n in ("kernel", "table", "bias"))
+        self.kernel, self.table, self.bias = (
+            nnx.Param(params[n]) if n in params else None for n in ("kernel", "table", "bias")
+        )
 
-    def __call__(self, y: Float[Array, "..."], source: Float[Array, "B T ..."] | None) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
+    def __call__(
+        self, y: Float[Array, "..."], source: Float[Array, "B T ..."] | None
+    ) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
         params = {n: p[...] for n in ("kernel", "table", "bias") if (p := getattr(self, n)) is not None}
         score = gates_lib.scores(self.spec, params, source)
         return gates_lib.apply(self.spec, y, score), score
@@ -124,14 +148,17 @@ class GatedAttention(nnx.Module):
         segment_ids: Int[Array, "B T"] | None = None,
         *,
         probe: Probe | None = None,
+        cache: Cache | None = None,
     ) -> tuple[Float[Array, "B T D"], dict]:
-        """Attend within each row, or within each segment of it.
+        """Attend within each row, or within each segment of it; with a cache, to the tokens before as well.
 
         Args:
             x: the layer's input after its norm; also the gates' hidden source.
             positions: for RoPE; 0 .. T-1 by default.
             segment_ids: documents packed into a row do not see each other; one document by default.
             probe: called as `probe("attention", ...)` with what happened inside; its result is returned as aux["probe"].
+            cache: keys and values of the tokens before x; then `positions` and `segment_ids` are the cache's business. The cache
+                with x's own keys and values added is returned as aux["cache"].
         """
         if positions is None:
             positions = jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2])
@@ -153,12 +180,14 @@ class GatedAttention(nnx.Module):
         with jax.named_scope("gate"):
             query = q  # normalised, not yet rotated: the "query" source
             q, k, v = gate("g4", q, query), gate("g3", k), gate("g2", v)
-        if self.rope is not None:
+        if self.rope is not None and cache is None:
             q, k = (rope_lib.apply(z, positions, self.rope) for z in (q, k))
 
         with jax.named_scope("sdpa"):
             attend = functools.partial(kernels.attention, segment_ids=segment_ids, window=self.window, kernel=self.kernel)
-            y, lse = attend(q, k, v)
+            if cache is not None:  # rotates by itself: where a key stands may depend on what was evicted
+                attend = functools.partial(cache.attend, rope=self.rope, window=self.window)
+            y, lse, *updated = attend(q, k, v)
             kept = None  # [B, T, N, 1], the share of attention that a sink logit leaves to the real keys
             if self.sink_kind != "none":
                 logit = 0.0 if self.sink is None else self.sink[...].astype(lse.dtype)[:, None]
@@ -174,7 +203,9 @@ class GatedAttention(nnx.Module):
         with jax.named_scope("output"):
             out = gate("g5", constrain(self.output(gated), "BTD"))
 
-        aux = {}
+        aux = {"cache": updated[0]} if updated else {}
         if probe is not None:
-            aux["probe"] = probe("attention", attend=attend, q=q, k=k, v=v, lse=lse, kept=kept, sdpa=y, gated=gated, scores=scores, out=out)
+            aux["probe"] = probe(
+                "attention", attend=attend, q=q, k=k, v=v, lse=lse, kept=kept, sdpa=y, gated=gated, scores=scores, out=out
+            )
         return out, aux

@@ -1,16 +1,21 @@
 """One layer of the transformer."""
 
+import dataclasses
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from gatedattn.config import TransformerConfig
-from gatedattn.layers.attention import GatedAttention, Probe
+from gatedattn.layers.attention import Cache, GatedAttention, Probe
 from gatedattn.layers.mlp import MLP
 from gatedattn.layers.moe import MoE
 from gatedattn.layers.norm import RMSNorm
 from gatedattn.sharding import constrain
+
+SIZES = ("d_model", "num_heads", "num_kv_heads", "head_dim", "ffn_dim")
 
 
 class GatedAttentionBlock(nnx.Module):
@@ -18,14 +23,32 @@ class GatedAttentionBlock(nnx.Module):
 
     `mlp` is a SwiGLU MLP or a mixture of experts; `post` is an RMSNorm with `config.sandwich_norm` and the identity otherwise; `clip`
     limits each output to +-`config.activation_clip`, if that is set.
+
+    Args:
+        config, fields: a `TransformerConfig`, or those of its fields that concern a layer as keywords; without a config the sizes
+            must be given: `GatedAttentionBlock(d_model=512, num_heads=8, num_kv_heads=2, head_dim=64, ffn_dim=1408, rngs=rngs)`.
+        dtype: of the computation, any floating type; the config's by default.
+
+    Raises:
+        ValueError: settings that do not fit together. TypeError: a size is missing.
     """
 
-    def __init__(self, config: TransformerConfig, *, param_dtype=jnp.float32, rngs: nnx.Rngs):
-        dtype = jnp.dtype(config.dtype)
+    def __init__(
+        self, config: TransformerConfig | None = None, *, dtype=None, param_dtype=jnp.float32, rngs: nnx.Rngs, **fields: Any
+    ):
+        if config is None:
+            experts = "moe" in fields and fields["moe"].num_experts
+            missing = [name for name in SIZES if name not in fields and not (name == "ffn_dim" and experts)]
+            if missing:
+                raise TypeError(f"GatedAttentionBlock needs a config, or {', '.join(missing)}")
+        config = dataclasses.replace(config or TransformerConfig(), **fields)
+        dtype = jnp.dtype(dtype or config.dtype)
         self.clip = config.activation_clip
 
         def norm():
-            return RMSNorm(config.d_model, eps=config.norm_eps, zero_centered=config.norm_zero_centered, param_dtype=param_dtype)
+            return RMSNorm(
+                config.d_model, eps=config.norm_eps, zero_centered=config.norm_zero_centered, param_dtype=param_dtype
+            )
 
         weights = dict(init_std=config.init_std, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
         self.attention_norm, self.mlp_norm = norm(), norm()
@@ -59,10 +82,11 @@ class GatedAttentionBlock(nnx.Module):
         segment_ids: Int[Array, "B T"] | None = None,
         *,
         probe: Probe | None = None,
+        cache: Cache | None = None,
     ) -> tuple[Float[Array, "B T D"], dict]:
-        """aux holds the MoE's losses and loads, and aux["probe"] what the probe made of this layer."""
+        """aux holds the MoE's losses and loads, aux["probe"] what the probe made of this layer, aux["cache"] the cache grown by x."""
         with jax.named_scope("attention"):
-            y, aux = self.attention(self.attention_norm(x), positions, segment_ids, probe=probe)
+            y, aux = self.attention(self.attention_norm(x), positions, segment_ids, probe=probe, cache=cache)
             y = self._finish(y, self.attention_post_norm)
         middle = constrain(x + y, "BTD")
         with jax.named_scope("mlp"):

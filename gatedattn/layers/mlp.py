@@ -12,7 +12,9 @@ from gatedattn.sharding import constrain
 class MLP(nnx.Module):
     """SwiGLU: y = (silu(x W_gate) * (x W_up)) W_down (arXiv 2002.05202)."""
 
-    def __init__(self, d_model: int, ffn_dim: int, *, init_std=0.02, dtype=jnp.float32, param_dtype=jnp.float32, rngs: nnx.Rngs):
+    def __init__(
+        self, d_model: int, ffn_dim: int, *, init_std=0.02, dtype=jnp.float32, param_dtype=jnp.float32, rngs: nnx.Rngs
+    ):
         options = dict(init_std=init_std, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
         self.gate = Linear(d_model, ffn_dim, **options)
         self.up = Linear(d_model, ffn_dim, **options)

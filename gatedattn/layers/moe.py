@@ -1,13 +1,18 @@
 """Mixture of experts."""
 
+import dataclasses
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import AxisType, PartitionSpec
 from jaxtyping import Array, Bool, Float
 
 from gatedattn.config import MoEConfig
 from gatedattn.layers.linear import Linear
 from gatedattn.layers.mlp import MLP
+from gatedattn.sharding import explicit
 
 
 class ExpertWeights(nnx.Module):
@@ -29,9 +34,29 @@ class MoE(nnx.Module):
         router_z        mean of logsumexp(router logits)^2 (arXiv 2202.08906)
         router_load     [E], f_e
         router_entropy  mean entropy of p, nats
+
+    Args:
+        d_model: D.
+        config, fields: a `MoEConfig`, or its fields as keywords: `MoE(512, num_experts=8, top_k=2, expert_dim=256, rngs=rngs)`.
+
+    Raises:
+        ValueError: no experts, or more to be chosen than there are.
     """
 
-    def __init__(self, d_model: int, config: MoEConfig, *, init_std=0.02, dtype=jnp.float32, param_dtype=jnp.float32, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        d_model: int,
+        config: MoEConfig | None = None,
+        *,
+        init_std: float = 0.02,
+        dtype=jnp.float32,
+        param_dtype=jnp.float32,
+        rngs: nnx.Rngs,
+        **fields: Any,
+    ):
+        config = dataclasses.replace(config or MoEConfig(), **fields)
+        if not config.num_experts:
+            raise ValueError("MoE: num_experts must be given and positive")
         self.config, self.dtype = config, dtype
         weights = dict(init_std=init_std, param_dtype=param_dtype, rngs=rngs)
         E, F = config.num_experts, config.expert_dim
@@ -45,6 +70,17 @@ class MoE(nnx.Module):
     def __call__(
         self, x: Float[Array, "B T D"], valid: Bool[Array, "B T"] | None = None
     ) -> tuple[Float[Array, "B T D"], dict[str, Array]]:
+        """`valid`: which tokens count in aux; all by default."""
+        if not explicit():
+            return self._mix(x, valid)
+        # Sorting tokens by expert has no sharding that types could follow: here the compiler may choose.
+        mesh = jax.sharding.get_abstract_mesh()
+        axes = tuple(axis for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit)
+        aux = dict.fromkeys(("load_balance", "router_z", "router_load", "router_entropy"), PartitionSpec())
+        mix = jax.sharding.auto_axes(MoE._mix, axes=axes, out_sharding=(jax.typeof(x).sharding.spec, aux))
+        return mix(self, x, valid)
+
+    def _mix(self, x, valid):
         E, k = self.config.num_experts, self.config.top_k
         rows = x.reshape(-1, x.shape[-1])
         logits = self.router(rows)

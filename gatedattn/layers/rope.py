@@ -12,12 +12,12 @@ from gatedattn.config import RopeConfig
 def inverse_frequencies(config: RopeConfig, head_dim: int) -> tuple[np.ndarray, float]:
     """Radians per position of each rotated pair, and the factor on cos and sin.
 
-        plain    theta_i = theta^(-2i/R),  R = fraction * H rotated dimensions, i = 0 .. R/2 - 1
-        linear   theta_i / factor                                                      (arXiv 2306.15595)
-        yarn     (1 - gamma_i) theta_i / factor + gamma_i theta_i, where gamma falls linearly in i from 1 at the pair that turns
-                 beta_fast times within original_max_len to 0 at the one that turns beta_slow times; cos and sin are multiplied
-                 by 0.1 ln(factor) + 1 (arXiv 2309.00071). The paper has gamma linear in the number of turns; the authors' code,
-                 transformers and vLLM have it linear in i with the ends rounded outwards, and so have we.
+    plain    theta_i = theta^(-2i/R),  R = fraction * H rotated dimensions, i = 0 .. R/2 - 1
+    linear   theta_i / factor                                                      (arXiv 2306.15595)
+    yarn     (1 - gamma_i) theta_i / factor + gamma_i theta_i, where gamma falls linearly in i from 1 at the pair that turns
+             beta_fast times within original_max_len to 0 at the one that turns beta_slow times; cos and sin are multiplied
+             by 0.1 ln(factor) + 1 (arXiv 2309.00071). The paper has gamma linear in the number of turns; the authors' code,
+             transformers and vLLM have it linear in i with the ends rounded outwards, and so have we.
     """
     rotated = int(head_dim * config.fraction)
     pair = np.arange(rotated // 2, dtype=np.float64)

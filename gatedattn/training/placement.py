@@ -66,4 +66,7 @@ class Placement:
 
     def put(self, batch: dict) -> dict:
         """A host batch on the devices, sequences divided over `BATCH_AXES`; does not wait for the transfer."""
-        return jax.device_put(batch, NamedSharding(self.mesh, PartitionSpec(BATCH_AXES)) if self.mesh else self.devices[0])
+        if self.mesh is None:
+            return jax.device_put(batch, self.devices[0])
+        axes = tuple(axis for axis in BATCH_AXES if self.mesh.shape[axis] > 1)  # as `constrain` does: types must agree
+        return jax.device_put(batch, NamedSharding(self.mesh, PartitionSpec(axes or None)))
