@@ -46,7 +46,9 @@ def _not_negative(obj, *names: str) -> None:
 def _one_of(obj, name: str, allowed: tuple[str, ...]) -> None:
     value = getattr(obj, name)
     if value not in allowed:
-        raise ConfigError(f"{type(obj).__name__}.{name}={value!r}: must be one of {', '.join(allowed)}{suggest(value, allowed)}")
+        raise ConfigError(
+            f"{type(obj).__name__}.{name}={value!r}: must be one of {', '.join(allowed)}{suggest(value, allowed)}"
+        )
 
 
 def suggest(word: str, known) -> str:
@@ -390,7 +392,9 @@ def parse_recipe_args(arg: str | None, **defaults) -> types.SimpleNamespace:
     for item in filter(None, (arg or "").split(",")):
         key, has_value, text = item.partition("=")
         if key not in known:
-            raise ConfigError(f"unknown recipe argument {key!r}{suggest(key, known)}; this recipe takes: {', '.join(sorted(known))}")
+            raise ConfigError(
+                f"unknown recipe argument {key!r}{suggest(key, known)}; this recipe takes: {', '.join(sorted(known))}"
+            )
         kind = type(known[key])
         if kind is bool:
             if text.lower() not in ("", "true", "false"):

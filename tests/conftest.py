@@ -7,9 +7,20 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax
 import pytest
 
+# Tests compile far more than they compute: spare LLVM's optimisations. What XLA itself decides (fusion, memory) stays.
+jax.config.update("jax_disable_most_optimizations", True)
+
 
 @pytest.fixture
 def x64():
     """Run the test with 64-bit types."""
     with jax.enable_x64(True):
         yield
+
+
+@pytest.fixture
+def optimized():
+    """Compile as users do, for what depends on it."""
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", True)

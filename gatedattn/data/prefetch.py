@@ -31,7 +31,7 @@ def prefetch(batches: Callable[[int], T], start_step: int, stop_step: int, depth
                 if stopped.is_set():
                     return
                 put((batches(step), None))
-        except BaseException as error:  # noqa: BLE001 - the consumer raises it
+        except BaseException as error:
             put((None, error))
         else:
             put((None, StopIteration()))

@@ -98,7 +98,7 @@ class Json(Tokenizer):
         self.content = content
         try:
             self.backend = hf.Tokenizer.from_str(content.decode())
-        except Exception as error:  # noqa: BLE001 - the library raises plain Exception
+        except Exception as error:
             raise ConfigError(f"{origin}: not a tokenizer.json that `tokenizers` {hf.__version__} can read ({error})") from None
         self.backend.no_truncation()
         self.backend.no_padding()

@@ -1,53 +1,56 @@
-"""Text from a model, by a full forward pass per token over a buffer of fixed length."""
+"""Text from a model."""
 
 from __future__ import annotations
 
-import functools
-
-import jax
-import jax.numpy as jnp
-from flax import nnx
-from jaxtyping import Array, Int, PRNGKeyArray
+from collections.abc import Iterator, Sequence
 
 from gatedattn.data import Tokenizer
+from gatedattn.inference.cache import CachePolicy
+from gatedattn.inference.decode import Generator
+from gatedattn.inference.sampling import Sampling
 from gatedattn.transformer import Transformer
 
+INCOMPLETE = "\ufffd"  # what decoders put for bytes that are no character, or not one yet
 
-def sample(
-    model: Transformer, prompt: Int[Array, "B P"], length: int, *, temperature: float = 0.0, key: PRNGKeyArray | None = None
-) -> Int[Array, "B length"]:
-    """Continue each prompt to `length` tokens in all, the prompt included.
 
-    The next token is the most likely one at temperature 0, else a draw from softmax(logits / temperature) with `key`. Compiled once
-    per shape. Raises ValueError for an empty prompt, one longer than `length`, or a temperature without a key.
+def stream_text(
+    model: Transformer,
+    tokenizer: Tokenizer,
+    prompt: str = "",
+    *,
+    max_tokens: int = 256,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    stop: Sequence[int] | None = None,
+    policy: str | CachePolicy = "full",
+) -> Iterator[str]:
+    """Pieces of the text that follows BOS and the prompt, as it is made; the prompt is not repeated.
+
+    A character whose last bytes are still to come is held back. `stop`: token ids that end the text; BOS by default, which
+    begins another document. For the other settings and what is raised (with the first piece) see `inference.generate`.
     """
-    prompt = jnp.asarray(prompt, jnp.int32)
-    if not 0 < prompt.shape[1] <= length:
-        raise ValueError(f"a prompt of {prompt.shape[1]} tokens cannot be continued to {length}: give 1 to {length} tokens")
-    if temperature < 0 or (temperature and key is None):
-        raise ValueError(f"temperature={temperature}: must be 0, or positive and come with a key")
-    key = jax.random.key(0) if key is None else key
-    graphdef, params = nnx.split(model)
-    buffer = jnp.pad(prompt, ((0, 0), (0, length - prompt.shape[1])))
-    return _fill(params, buffer, prompt.shape[1], jnp.float32(temperature), key, graphdef=graphdef)
+    sampling = Sampling(temperature, top_k, top_p, seed)
+    ids = [tokenizer.bos_id, *map(int, tokenizer.encode(prompt))]
+    stop = [tokenizer.bos_id] if stop is None else stop
+    pieces = Generator(model, policy).stream([ids], max_tokens=max_tokens, sampling=sampling, stop=stop)
+    # Decoded together with the prompt: SentencePiece drops the space before the first word of what it is given.
+    shown = len(tokenizer.decode(ids))
+    text = ""
+    for piece in pieces:
+        ids += [int(token) for token in piece[0] if token >= 0]
+        text = tokenizer.decode(ids)
+        ready = len(text.rstrip(INCOMPLETE))
+        if ready > shown:
+            yield text[shown:ready]
+            shown = ready
+    if len(text) > shown:
+        yield text[shown:]
 
 
-@functools.partial(jax.jit, static_argnames="graphdef")
-def _fill(params, buffer, start, temperature, key, *, graphdef):
-    model = nnx.merge(graphdef, params)
-
-    def extend(at, buffer):
-        hidden, _ = model.hidden(buffer)  # causal: what stands at `at` and after does not matter
-        logits = (hidden[:, at - 1] @ model.unembedding().astype(hidden.dtype)).astype(jnp.float32)
-        drawn = jax.random.categorical(jax.random.fold_in(key, at), logits / jnp.maximum(temperature, 1e-6))
-        token = jnp.where(temperature > 0, drawn, logits.argmax(-1))
-        return buffer.at[:, at].set(token.astype(buffer.dtype))
-
-    return jax.lax.fori_loop(start, buffer.shape[1], extend, buffer)
-
-
-def text(model: Transformer, tokenizer: Tokenizer, prompt: str = "", *, tokens: int = 60, temperature: float = 0.0, seed: int = 0) -> str:
-    """`tokens` new tokens after BOS and the prompt, decoded; the prompt is not repeated."""
-    ids = [tokenizer.bos_id, *tokenizer.encode(prompt).tolist()]
-    out = sample(model, jnp.array([ids]), len(ids) + tokens, temperature=temperature, key=jax.random.key(seed))
-    return tokenizer.decode(out[0, len(ids) :].tolist())
+def text(
+    model: Transformer, tokenizer: Tokenizer, prompt: str = "", *, tokens: int = 60, temperature: float = 0.0, seed: int = 0
+) -> str:
+    """Up to `tokens` new tokens after BOS and the prompt, as text; the prompt is not repeated."""
+    return "".join(stream_text(model, tokenizer, prompt, max_tokens=tokens, temperature=temperature, seed=seed))

@@ -80,14 +80,20 @@ def _probe(kind: str, *, first, real, queries, **captured) -> dict:
     result = {
         "bos_share": share(on_first),
         "attention_self": share(on(keys)),
-        "attention_previous": share(on(previous)),  # queries leave out first tokens, so the token before is of the same document
+        "attention_previous": share(
+            on(previous)
+        ),  # queries leave out first tokens, so the token before is of the same document
     }
     if captured["scores"]:
-        result["gates"] = {spec: _gate_statistics(score, captured["q"].shape, real) for spec, score in captured["scores"].items()}
+        result["gates"] = {
+            spec: _gate_statistics(score, captured["q"].shape, real) for spec, score in captured["scores"].items()
+        }
     return result
 
 
-def _gate_statistics(score: Float[Array, "..."], shape: tuple[int, ...], real: Bool[Array, "B T"]) -> dict[str, Float[Array, " M"]]:
+def _gate_statistics(
+    score: Float[Array, "..."], shape: tuple[int, ...], real: Bool[Array, "B T"]
+) -> dict[str, Float[Array, " M"]]:
     if score.ndim <= 2:  # an input-independent table, without [B, T]
         score = jnp.broadcast_to(score, (*shape[:2], *score.shape))
     if score.ndim == 3:  # g5: [B, T, D], no heads

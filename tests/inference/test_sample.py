@@ -1,41 +1,74 @@
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
-from gatedattn import Transformer, TransformerConfig
-from gatedattn.data.tokenizers import Bytes
+from gatedattn.__main__ import main
+from gatedattn.data.tokenizers import Bytes, train_bpe
 from gatedattn.inference import sample
 
 
-@pytest.fixture(scope="module")
-def model():
-    config = TransformerConfig(vocab_size=257, d_model=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, ffn_dim=48, init_std=0.3)
-    return Transformer(config, rngs=nnx.Rngs(0))
+@pytest.fixture
+def spoken(monkeypatch):
+    """Let the generator say given tokens, in given pieces."""
+
+    def say(pieces):
+        monkeypatch.setattr(sample.Generator, "stream", lambda *a, **k: (np.array([piece]) for piece in pieces))
+
+    return say
 
 
-def test_greedy_text_is_what_the_models_own_logits_say(model):
-    prompt = jnp.array([[256, 5, 9], [256, 70, 7]])
-    out = sample.sample(model, prompt, 12)
-    np.testing.assert_array_equal(out[:, :3], prompt)
-    logits, _ = model(out)
-    np.testing.assert_array_equal(out[:, 3:], logits[:, 2:-1].argmax(-1))
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_pieces_are_whole_characters(model, spoken, size):
+    text = "né€🎉 ok"
+    data = list(text.encode())
+    spoken([data[i : i + size] for i in range(0, len(data), size)])
+    pieces = list(sample.stream_text(model, Bytes(), "Hi "))
+    assert "".join(pieces) == text and not any("\ufffd" in piece for piece in pieces)
+    assert len(pieces) > 2
 
 
-def test_draws_depend_on_the_key_and_follow_the_distribution(model):
-    prompt = jnp.tile(jnp.array([[256, 5, 9]]), (2000, 1))
-    draws = sample.sample(model, prompt, 4, temperature=2.0, key=jax.random.key(1))[:, 3]
-    again = sample.sample(model, prompt, 4, temperature=2.0, key=jax.random.key(1))[:, 3]
-    np.testing.assert_array_equal(draws, again)
-    expected = jax.nn.softmax(model(prompt[:1])[0][0, -1] / 2.0)
-    found = jnp.bincount(draws, length=257) / 2000
-    assert 0.5 * jnp.abs(expected - found).sum() < 0.2  # total variation of 2000 draws
+def test_what_never_becomes_a_character_is_still_told(model, spoken):
+    spoken([[104, 0xE2, 0x82], [-1, -1]])
+    assert "".join(sample.stream_text(model, Bytes())) == "h\ufffd"
 
 
-def test_text_and_refusals(model):
-    assert isinstance(sample.text(model, Bytes(), "Hi", tokens=5), str)
-    with pytest.raises(ValueError, match="prompt of 3 tokens"):
-        sample.sample(model, jnp.zeros((1, 3), int), 2)
-    with pytest.raises(ValueError, match="temperature"):
-        sample.sample(model, jnp.zeros((1, 1), int), 2, temperature=1.0)
+def test_stop_ends_the_text(model, spoken):
+    spoken([[104], [105, -1, -1]])
+    assert sample.text(model, Bytes(), "Hi") == "hi"
+
+
+def test_pieces_of_a_bpe_model_join_to_its_text(build):
+    tokenizer = train_bpe(["the cat and the hat, ça va 🎉"] * 3, 300)
+    model = build(vocab_size=tokenizer.vocab_size)
+    pieces = list(sample.stream_text(model, tokenizer, "the cat", max_tokens=40, temperature=1.0, stop=[]))
+    assert len(pieces) > 1
+    assert "".join(pieces) == sample.text(model, tokenizer, "the cat", tokens=40, temperature=1.0) or tokenizer.bos_id == 0
+
+
+@pytest.mark.parametrize(
+    "args,message",
+    [
+        (["--temperature=-1"], "temperature=-1"),
+        (["--top_p=2"], "top_p=2"),
+        (["--cache=ring"], "cache='ring': must be full"),
+        (["--seed=-3"], "seed=-3"),
+        ([], "nowhere does not exist"),
+    ],
+)
+def test_bad_requests_are_one_line(args, message, capsys):
+    assert main(["generate", "nowhere", *args]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("gatedattn generate: ") and message in err and err.count("\n") == 1
+
+
+def test_the_command_writes_text_only(build, monkeypatch, capsys):
+    from gatedattn.interop import models
+
+    model = build(vocab_size=257, position="learned", max_seq_len=16)
+    monkeypatch.setattr(models, "load_model", lambda path: (model, Bytes()))
+    assert main(["generate", "x", "--prompt=Hi", "--max_tokens=6"]) == 0
+    out, err = capsys.readouterr()
+    assert err == "" and out == sample.text(model, Bytes(), "Hi", tokens=6) + "\n"
+    assert main(["generate", "x", "--prompt=" + "a" * 20]) == 2
+    assert "21 tokens and max_tokens=256 need 276 positions" in capsys.readouterr().err
+    monkeypatch.setattr(models, "load_model", lambda path: (model, None))
+    assert main(["generate", "x"]) == 2 and "no tokenizer" in capsys.readouterr().err

@@ -41,11 +41,10 @@ def batch():
 
 @pytest.fixture(scope="package", autouse=True)
 def compile_quickly(tmp_path_factory):
-    """The programs here run for milliseconds and compile for seconds: optimise little, and compile the same program once."""
+    """The programs here run for milliseconds and compile for seconds: compile the same program once."""
     import jax
 
     settings = {  # ours, then JAX's own
-        "jax_disable_most_optimizations": (True, False),
         "jax_compilation_cache_dir": (str(tmp_path_factory.mktemp("compiled")), None),
         "jax_persistent_cache_min_compile_time_secs": (0.2, 1.0),
     }

@@ -1,0 +1,71 @@
+"""A model's weights arranged for decoding: a step has one row per sequence, and takes as long as reading the weights takes."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import jax
+from flax import nnx
+from jaxtyping import Array, PyTree
+
+from gatedattn.config import TransformerConfig
+from gatedattn.sharding import path_string
+
+LINEAR = r"(query|key|value|output|router|score)/kernel$|(mlp|shared)/(gate|up|down)/kernel$|head/kernel$"
+FLOAT32 = r"router/kernel$|norm/weight$|bias$|sink$|table$"  # the computation uses these as they are
+
+
+def cast(params: PyTree, config: TransformerConfig) -> PyTree:
+    """Matrices in the dtype in which they are multiplied: what every step would cast anew. The results are the same."""
+
+    def one(path, x):
+        path = path_string(path)
+        return x if re.search(FLOAT32, path) and path != "embedding/table" else x.astype(config.dtype)
+
+    return jax.tree_util.tree_map_with_path(one, params)
+
+
+def _inputs(path: str, config: TransformerConfig) -> int:
+    """How many of a matrix's first dimensions are contracted; 0: the parameter is none that `project` multiplies by."""
+    if match := re.search(r"gates/(\d+)/kernel$", path):
+        spec = config.gate_specs[int(match[1])]
+        return int(spec.source == "hidden" or spec.sharing == "shared" or not spec.per_head)
+    if not re.search(LINEAR, path):
+        return 0
+    return 2 if path.endswith("output/kernel") else 1
+
+
+def store(params: PyTree, config: TransformerConfig, *, transpose: bool) -> tuple[PyTree, list[PyTree]]:
+    """The head, and one tree per layer: a scan over stacked layers copies each layer's weights out of the stack before it reads
+    them. With `transpose` each matrix lies as [outputs, inputs].
+    """
+
+    def one(path, x):
+        inputs = _inputs(path_string(path), config)
+        return x.reshape(math.prod(x.shape[:inputs]), -1).T if inputs and transpose else x
+
+    head = {"head": params["head"]} if "head" in params else {}
+    layers = [jax.tree.map(lambda x: x[i], params["layers"]) for i in range(config.num_layers)]
+    head, *layers = (jax.tree_util.tree_map_with_path(one, tree) for tree in (head, *layers))
+    return head, layers
+
+
+def restore(
+    params: PyTree, stored: tuple[PyTree, list[PyTree]], config: TransformerConfig, *, transpose: bool
+) -> tuple[PyTree, list[PyTree]]:
+    """Inside the compiled program: `params` with the stored head, and the layers, in the shapes the model knows. Moves no data."""
+
+    def one(path, x: Array, like: tuple[int, ...]) -> Array:
+        # By path, not by shape: a square matrix looks the same either way.
+        return x.T.reshape(like) if transpose and _inputs(path_string(path), config) else x
+
+    head, layers = stored
+    if head:
+        whole = {"head": params["head"]}
+        head = jax.tree_util.tree_map_with_path(lambda path, x, old: one(path, x, old.shape), head, whole)
+        params = nnx.State(dict(params) | head)
+    shapes = params["layers"]
+    return params, [
+        jax.tree_util.tree_map_with_path(lambda path, x, old: one(path, x, old.shape[1:]), layer, shapes) for layer in layers
+    ]
