@@ -1,4 +1,4 @@
-"""Bigram-Backcopy (arXiv 2410.13835): one layer, one head, and the attention sink of a language model in under two minutes.
+"""Bigram-Backcopy (arXiv 2410.13835): one layer, one head, and the attention sink of a language model in minutes.
 
 Triggers copy the token before them; every other token follows a bigram table, so that for most queries attention has nothing to do.
 The baseline parks it on BOS; the paper's G1 gate shuts instead, at the same loss.
@@ -10,7 +10,8 @@ Smaller than the original (there: sequence 256, width 256, batch 512, AdamW 3e-4
 at a ten times higher learning rate, so that it ends in minutes. Weight decay 1e-4 and the constant rate are the original's. The mean of
 bos_share is over non-trigger queries: triggers must look at the token before.
 
-Hardware: 2 CPU cores.
+Measured with these commands and seeds 0, 1, 2 (experiments/backcopy): attention on BOS 0.991 for the baseline and 0.067 with g1, held-out
+loss 1.205 and 1.210. Hardware: one shared CPU core, 7 minutes a run.
 """
 
 from configs import base

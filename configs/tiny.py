@@ -1,4 +1,4 @@
-"""A gated language model on real text for any laptop: 2 M parameters, the State of the Union speeches, a few minutes on a CPU.
+"""A gated language model on real text for any laptop: 2 M parameters, the State of the Union speeches.
 
 No row of the paper: its ingredients (pre-norm, grouped-query attention, QK-norm, RoPE, SwiGLU, AdamW, elementwise G1) at a size
 where the gate statistics and the attention sink of every head can be watched while they form. Every row of the training data begins
@@ -7,7 +7,8 @@ with BOS, since a sink needs a token that is always there.
 python run.py --config=configs/tiny.py --workdir=runs/tiny
 python run.py --config=configs/tiny.py:gate=none --workdir=runs/tiny-baseline
 
-Hardware: 2 CPU cores.
+Measured (experiments/LOG.md): held-out loss 3.94 and 3.81 for the baseline, 3.51 with g1 (one seed). Hardware: one shared CPU core, 20
+minutes a run.
 """
 
 from configs import base
