@@ -240,8 +240,9 @@ def scores(spec: GateSpec, params: Mapping[str, Array], source: Float[Array, "B 
             logits = project(source[..., : spec.in_dim or None], kernel, out_dtype=jnp.float32)
         elif spec.per_head and spec.sharing != "shared":
             like = PartitionSpec(*jax.typeof(source).sharding.spec[:3], None) if explicit() else None
-            # Operands in float32: XLA's CPU back end has no product over a batch dimension of bfloat16 into float32 in this layout.
-            logits = jnp.einsum("btmh,mhc->btmc", source.astype(jnp.float32), kernel.astype(jnp.float32), out_sharding=like)
+            # Rounded as everywhere, multiplied as float32: XLA's CPU back end lacks this product of bfloat16 into float32.
+            kernel = kernel.astype(source.dtype).astype(jnp.float32)
+            logits = jnp.einsum("btmh,mhc->btmc", source.astype(jnp.float32), kernel, out_sharding=like)
         else:
             logits = project(source, kernel, out_dtype=jnp.float32)
         if "bias" in params:
