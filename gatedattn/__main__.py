@@ -7,10 +7,12 @@ code. Invalid use prints one line that says what to type instead, and exits with
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 COMMANDS: dict[str, tuple[Callable, str, tuple]] = {}
 
@@ -101,6 +103,33 @@ def generate(args):
     for piece in inference.stream_text(model, tokenizer, args.prompt, policy=policy, **options):
         print(piece, end="", flush=True)
     print()
+
+
+@command(
+    "loss spikes of training curves: a table that compares them, and each event",
+    argument("curves", nargs="+", metavar="CURVE", help=".jsonl or .csv files, or runs"),
+    argument("--columns", type=lambda text: text.split(","), default=(), help="curves to read, comma-separated (loss)"),
+    argument("--json", action="store_true", help='an object a line: {"curve": ..., "events": [{"start", "end", "height", ...}], ...}'),
+)  # fmt: skip
+def spikes(args):
+    from gatedattn.probes import spikes as lib
+
+    found = []
+    for path in map(Path, args.curves):
+        found += [
+            (curve, lib.detect(curve)) for curve in lib.read(path / "metrics.jsonl" if path.is_dir() else path, args.columns)
+        ]
+    if args.json:
+        for curve, events in found:
+            print(json.dumps(lib.summary(curve, events) | {"events": [dataclasses.asdict(event) for event in events]}))
+        return
+    rows = [lib.summary(curve, events) for curve, events in found]
+    print_table(list(rows[0]), [[f"{v:.4g}" if isinstance(v, float) else v for v in row.values()] for row in rows])
+    for curve, events in found:
+        for event in events:
+            print(
+                f"{curve.name}: steps {event.start:.12g} to {event.end:.12g}, {event.length} points, {event.height:.4g} above the median"
+            )
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
