@@ -163,11 +163,13 @@ class GatedAttention(nnx.Module):
         if positions is None:
             positions = jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2])
         scores: dict[str, Array] = {}
+        sources: dict[str, Array | None] = {}
 
         def gate(position: str, y, query=None):
             for g in self.gates:
                 if g.spec.position == position:
                     source = {"hidden": x, "query": query, "self": y, "none": None}[g.spec.source]
+                    sources[str(g.spec)] = source
                     y, scores[str(g.spec)] = g(y, source)
             return y
 
@@ -206,6 +208,18 @@ class GatedAttention(nnx.Module):
         aux = {"cache": updated[0]} if updated else {}
         if probe is not None:
             aux["probe"] = probe(
-                "attention", attend=attend, q=q, k=k, v=v, lse=lse, kept=kept, sdpa=y, gated=gated, scores=scores, out=out
+                "attention",
+                attend=attend,
+                q=q,
+                k=k,
+                v=v,
+                lse=lse,
+                kept=kept,
+                sdpa=y,
+                gated=gated,
+                scores=scores,
+                out=out,
+                gates=self.gates,
+                sources=sources,
             )
         return out, aux

@@ -87,8 +87,8 @@ class GatedAttentionBlock(nnx.Module):
         """aux holds the MoE's losses and loads, aux["probe"] what the probe made of this layer, aux["cache"] the cache grown by x."""
         with jax.named_scope("attention"):
             y, aux = self.attention(self.attention_norm(x), positions, segment_ids, probe=probe, cache=cache)
-            y = self._finish(y, self.attention_post_norm)
-        middle = constrain(x + y, "BTD")
+            attended = self._finish(y, self.attention_post_norm)
+        middle = constrain(x + attended, "BTD")
         with jax.named_scope("mlp"):
             if self.moe is None:
                 y = self.mlp(self.mlp_norm(middle))
@@ -96,10 +96,10 @@ class GatedAttentionBlock(nnx.Module):
                 y, moe_aux = self.moe(self.mlp_norm(middle), None if segment_ids is None else segment_ids != 0)
                 aux |= moe_aux
             y = self._finish(y, self.mlp_post_norm)
-        x = constrain(middle + y, "BTD")
+        result = constrain(middle + y, "BTD")
         if probe is not None:
-            aux["probe"] |= probe("block", middle=middle, x=x)
-        return x, aux
+            aux["probe"] |= probe("block", start=x, attention=attended, middle=middle, mlp=y, x=result)
+        return result, aux
 
     def _finish(self, y, post_norm):
         y = y if post_norm is None else post_norm(y)

@@ -1,22 +1,21 @@
-"""Per-head statistics of a forward pass: gate sparsity, where attention goes, and the size of the residual stream."""
+"""What a forward pass looks like inside: the few numbers that training records, and all that the analysis shows."""
 
 from __future__ import annotations
 
 import functools
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from gatedattn.probes import activations, gates
+from gatedattn.probes.attention import FIRST, Attention, documents_start, mean, places
 from gatedattn.transformer import Transformer
 
 
-def documents_start(segment_ids: Int[Array, "B T"]) -> Bool[Array, "B T"]:
-    """Where a document (a segment of a packed row) begins."""
-    return jnp.concatenate([jnp.ones_like(segment_ids[:, :1], bool), segment_ids[:, 1:] != segment_ids[:, :-1]], axis=1)
-
-
-def _mean(x: Float[Array, "B T *M"], weight: Bool[Array, "B T"]) -> Float[Array, "*M"]:
-    return jnp.einsum("bt...,bt->...", x, weight.astype(x.dtype)) / jnp.maximum(weight.sum(), 1)
+def sink_rate(bos_share: Float[np.ndarray, "L N"], threshold: float = 0.3) -> float:
+    """Share of (layer, head) pairs whose bos_share exceeds the threshold (0.3: arXiv 2410.10781; 0.8: arXiv 2504.02732)."""
+    return float(np.mean(np.asarray(bos_share) > threshold))
 
 
 def measure(
@@ -27,7 +26,7 @@ def measure(
     *,
     query_mask: Bool[Array, "B T"] | None = None,
 ) -> dict:
-    """One forward pass, watched. All results float32, with a leading L; padding (segment 0) is never counted.
+    """One forward pass, watched: what training records. All float32, with a leading L; padding (segment 0) is never counted.
 
         bos_share           [L, N]  mean over queries (a document's first token left out) of the attention probability on the
                                     first token of the query's document
@@ -37,69 +36,97 @@ def measure(
                                     share of scores under 0.1 and over 0.9; M heads, 1 if the heads share a score
         activation_max      [L]     largest |residual stream| after the block
 
-    No T x T map is made: the attention kernel runs once more with an indicator of the first token in place of the values, so its
-    output is the attention mass; the other two shares are exp(score - lse) of single pairs. Probability that a learned sink or a
-    softmax-off-by-one takes belongs to no token, so it lowers all three.
+    No T x T map is made (see `gatedattn.probes.attention`). Probability that a learned sink or a softmax-off-by-one takes belongs
+    to no token, so it lowers all three.
 
     Args:
         segment_ids: packed documents; by default each row is one.
         query_mask: average attention over these queries only (Bigram-Backcopy: the non-trigger ones).
     """
+    return _watch(_measure, model, tokens, positions, segment_ids, query_mask)[0]
+
+
+def inspect(
+    model: Transformer,
+    tokens: Int[Array, "B T"],
+    positions: Int[Array, "B T"] | None = None,
+    segment_ids: Int[Array, "B T"] | None = None,
+    *,
+    query_mask: Bool[Array, "B T"] | None = None,
+) -> tuple[dict, Float[Array, "B T D"]]:
+    """What `measure` returns and the following, and the final hidden states. docs/definitions.md has the formulas.
+
+        first_tokens        [L, N, 4]  as bos_share, on each of the first four tokens of a document, over the queries after it
+        bos_by_position     [L, T, N]  as bos_share, by the query's place in its document; NaN where no document reaches
+        attention_entropy   [L, N]     nats
+        attention_distance  [L, N]     tokens between query and key
+        sdpa, sdpa_gated    {"mean", "below_0.01", "below_0.001"} of |SDPA output|, each [L, N], before and after the g1 gates
+        gates               {spec: ...} joined by "deciles" [L, M, 9], "histogram" [L, M, BINS] (its edges: `gates.edges`), "entropy"
+                            (sigmoids) [L, M], "openness" [L, B, T, M] (mean score over channels), "weight_norm", "logit_min" and
+                            "logit_max" [L, M]
+        activations         {place: {"max", "row", "token", "channel"}}, each [L]: the largest |x| and where it sits; places: "input",
+                            "attention" and "mlp" (what the sub-layer adds), "middle" (between them), "block" (after both)
+        kurtosis            [L]        of the residual stream after the block
+        router_load [L, E], router_entropy [L]    mixture of experts
+
+    Memory grows with T, not with T x T. Arguments as `measure`.
+    """
+    found, aux, hidden = _watch(_inspect, model, tokens, positions, segment_ids, query_mask)
+    return found | {name: aux[name] for name in ("router_load", "router_entropy") if name in aux}, hidden
+
+
+def _watch(look, model, tokens, positions, segment_ids, query_mask):
+    """Run the model with the probe `look(kind, place, real, queries, **captured)`: what it found, the rest of aux, the output."""
     if segment_ids is None:
         segment_ids = jnp.ones_like(tokens)
     first = documents_start(segment_ids)
     real = segment_ids != 0
     queries = real & ~first if query_mask is None else real & ~first & query_mask
-    probe = functools.partial(_probe, first=first, real=real, queries=queries)
-    return model.hidden(tokens, positions, segment_ids, probe=probe)[1]["probe"]
+    probe = functools.partial(look, place=places(first), real=real, queries=queries)
+    hidden, aux = model.hidden(tokens, positions, segment_ids, probe=probe)
+    return aux.pop("probe"), aux, hidden
 
 
-def _probe(kind: str, *, first, real, queries, **captured) -> dict:
+def _attention(place, captured) -> Attention:
+    return Attention(place, **{name: captured[name] for name in ("q", "k", "lse", "kept", "attend")})
+
+
+def _measure(kind: str, *, place, real, queries, **captured) -> dict:
     if kind == "block":
         return {"activation_max": jnp.abs(jnp.where(real[..., None], captured["x"], 0)).max().astype(jnp.float32)}
-
-    q, k, lse, kept = (captured[name] for name in ("q", "k", "lse", "kept"))
-    lse = lse.swapaxes(1, 2)  # [B, T, N]
-    kept = jnp.ones_like(lse) if kept is None else kept[..., 0]
+    attention = _attention(place, captured)
 
     def share(mass):
-        return _mean((mass * kept).astype(jnp.float32), queries)
-
-    # float32 indicators would be multiplied by probabilities rounded to the values' dtype: give the kernel float32 throughout.
-    wide = jnp.promote_types(q.dtype, jnp.float32)
-    indicator = jnp.broadcast_to(first[..., None, None], (*first.shape, k.shape[2], 1)).astype(wide)
-    on_first = captured["attend"](q.astype(wide), k.astype(wide), indicator)[0][..., 0]
-
-    keys = jnp.repeat(k, q.shape[2] // k.shape[2], axis=2).astype(wide)
-    previous = jnp.pad(keys, ((0, 0), (1, 0), (0, 0), (0, 0)))[:, :-1]
-    scale = q.shape[-1] ** -0.5
-
-    def on(key):
-        return jnp.exp(scale * jnp.einsum("btnh,btnh->btn", q.astype(wide), key) - lse)
+        return mean(mass.astype(jnp.float32), queries)
 
     result = {
-        "bos_share": share(on_first),
-        "attention_self": share(on(keys)),
-        "attention_previous": share(
-            on(previous)
-        ),  # queries leave out first tokens, so the token before is of the same document
+        "bos_share": share(attention.on_first()[..., 0]),
+        "attention_self": share(attention.on_self()),
+        "attention_previous": share(attention.on_previous()),  # queries leave out first tokens: no other document's token
     }
     if captured["scores"]:
-        result["gates"] = {
-            spec: _gate_statistics(score, captured["q"].shape, real) for spec, score in captured["scores"].items()
-        }
+        result["gates"] = {spec: gates.shares(score, real) for spec, score in captured["scores"].items()}
     return result
 
 
-def _gate_statistics(
-    score: Float[Array, "..."], shape: tuple[int, ...], real: Bool[Array, "B T"]
-) -> dict[str, Float[Array, " M"]]:
-    if score.ndim <= 2:  # an input-independent table, without [B, T]
-        score = jnp.broadcast_to(score, (*shape[:2], *score.shape))
-    if score.ndim == 3:  # g5: [B, T, D], no heads
-        score = score[:, :, None]
-    return {
-        "mean": _mean(score.mean(-1), real),
-        "below_0.1": _mean((score < 0.1).mean(-1, dtype=jnp.float32), real),
-        "above_0.9": _mean((score > 0.9).mean(-1, dtype=jnp.float32), real),
-    }
+def _inspect(kind: str, *, place, real, queries, **captured) -> dict:
+    result = _measure(kind, place=place, real=real, queries=queries, **captured)
+    if kind == "block":
+        named = {"input": "start", "attention": "attention", "middle": "middle", "mlp": "mlp", "block": "x"}
+        result["activations"] = {name: activations.largest(captured[key], real) for name, key in named.items()}
+        return result | {"kurtosis": activations.kurtosis(captured["x"], real)}
+
+    attention = _attention(place, captured)
+    mass = attention.on_first(FIRST).astype(jnp.float32)  # [B, T, N, 4]
+    result["first_tokens"] = jnp.stack([mean(mass[..., i], queries & (place > i)) for i in range(FIRST)], axis=-1)
+    T = place.shape[1]
+    total = jnp.zeros((T, mass.shape[2])).at[place].add(jnp.where(queries[..., None], mass[..., 0], 0))
+    count = jnp.zeros((T, 1)).at[place].add(queries[..., None].astype(jnp.float32))
+    result["bos_by_position"] = jnp.where(count > 0, total / jnp.maximum(count, 1), jnp.nan)
+    result["attention_entropy"] = mean(attention.entropy().astype(jnp.float32), queries)
+    result["attention_distance"] = mean(attention.distance().astype(jnp.float32), queries)
+    result |= {name: activations.sizes(captured[key], real) for name, key in (("sdpa", "sdpa"), ("sdpa_gated", "gated"))}
+    for gate in captured["gates"]:
+        spec = str(gate.spec)
+        result["gates"][spec] |= gates.details(gate, captured["scores"][spec], captured["sources"][spec], real)
+    return result
