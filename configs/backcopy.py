@@ -11,7 +11,7 @@ at a ten times higher learning rate, so that it ends in minutes. Weight decay 1e
 bos_share is over non-trigger queries: triggers must look at the token before.
 
 Measured with these commands and seeds 0, 1, 2 (experiments/backcopy): attention on BOS 0.991 for the baseline and 0.067 with g1, held-out
-loss 1.205 and 1.210. Hardware: one shared CPU core, 7 minutes a run.
+loss 1.205 and 1.210. Hardware: 2 CPU threads of one core, 3.5 minutes a run.
 """
 
 from configs import base

@@ -7,8 +7,8 @@ with BOS, since a sink needs a token that is always there.
 python run.py --config=configs/tiny.py --workdir=runs/tiny
 python run.py --config=configs/tiny.py:gate=none --workdir=runs/tiny-baseline
 
-Measured (experiments/LOG.md): held-out loss 3.94 and 3.81 for the baseline, 3.51 and 3.52 with g1. Hardware: one shared CPU core, 20
-minutes a run.
+Measured (experiments/LOG.md): held-out loss 3.86 +- 0.08 for the baseline, 3.514 +- 0.006 with g1, three seeds. Hardware: 2 CPU threads
+of one core, 10 minutes a run.
 """
 
 from configs import base
