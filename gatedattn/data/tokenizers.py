@@ -22,15 +22,20 @@ from gatedattn.data.cache import digest, write_atomically
 
 BOS = "<|bos|>"
 BOS_NAMES = (BOS, "<s>", "<|begin_of_text|>", "<|startoftext|>", "<|endoftext|>", "[BOS]", "<bos>", "<BOS>")
+# Tokens after which a text is over, in the families that we read.
+EOS_NAMES = ("</s>", "<|end_of_text|>", "<|endoftext|>", "<|eot_id|>", "<|im_end|>", "<eos>", "<EOS>", "[EOS]")
 LONG_TEXT = 1 << 20  # characters; longer documents are encoded in pieces, since an Encoding takes over 100 bytes a token
 
 
 class Tokenizer(ABC):
-    """`vocab_size` ids, of which `bos_id` begins documents; `content` is what `save` writes, under the name `file`."""
+    """`vocab_size` ids, of which `bos_id` begins documents and `eos_ids` (there may be none) end them; `content` is what `save`
+    writes, under the name `file`.
+    """
 
     file: str
     vocab_size: int
     bos_id: int
+    eos_ids: tuple[int, ...] = ()
     content: bytes
 
     @abstractmethod
@@ -43,6 +48,16 @@ class Tokenizer(ABC):
     def encode_many(self, texts: Iterable[str]) -> Iterator[Int32[np.ndarray, "T"]]:
         """`encode` of each text, in order."""
         return map(self.encode, texts)
+
+    def set_special(self, bos, eos) -> None:
+        """Take over what a model says of its own tokens: an id for BOS; an id or a list of ids for EOS; anything else is not one."""
+
+        def valid(ids) -> tuple[int, ...]:
+            ids = ids if isinstance(ids, list | tuple) else [ids]
+            return tuple(i for i in ids if type(i) is int and 0 <= i < self.vocab_size)
+
+        self.bos_id = (*valid(bos), self.bos_id)[0]
+        self.eos_ids = tuple(dict.fromkeys((*self.eos_ids, *valid(eos))))
 
     @property
     def fingerprint(self) -> str:
@@ -108,6 +123,7 @@ class Json(Tokenizer):
         if not ids:
             raise ConfigError(f"{origin} has no token to begin documents with: looked for {', '.join(BOS_NAMES)}")
         self.bos_id = ids[0]
+        self.eos_ids = tuple(i for name in EOS_NAMES if (i := self.backend.token_to_id(name)) is not None)
         self._cuttable = "ByteLevel" in json.dumps(json.loads(self.backend.to_str()).get("pre_tokenizer"))
 
     def encode(self, text):
@@ -152,6 +168,7 @@ class SentencePiece(Tokenizer):
             raise ConfigError(f"{origin}: not a SentencePiece model ({error})") from None
         self.vocab_size = self.backend.vocab_size()
         self.bos_id = self.backend.bos_id()
+        self.eos_ids = (self.backend.eos_id(),) if self.backend.eos_id() >= 0 else ()
         if self.bos_id < 0:
             raise ConfigError(f"{origin} defines no BOS piece (bos_id is -1): train it with --bos_id, or use another tokenizer")
 

@@ -28,12 +28,13 @@ def stream_text(
 ) -> Iterator[str]:
     """Pieces of the text that follows BOS and the prompt, as it is made; the prompt is not repeated.
 
-    A character whose last bytes are still to come is held back. `stop`: token ids that end the text; BOS by default, which
-    begins another document. For the other settings and what is raised (with the first piece) see `inference.generate`.
+    A character whose last bytes are still to come is held back. `stop`: token ids that end the text; by default the tokenizer's
+    EOS tokens, and BOS, which begins another document. For the other settings and what is raised (with the first piece) see
+    `inference.generate`.
     """
     sampling = Sampling(temperature, top_k, top_p, seed)
     ids = [tokenizer.bos_id, *map(int, tokenizer.encode(prompt))]
-    stop = [tokenizer.bos_id] if stop is None else stop
+    stop = [tokenizer.bos_id, *tokenizer.eos_ids] if stop is None else stop
     pieces = Generator(model, policy).stream([ids], max_tokens=max_tokens, sampling=sampling, stop=stop)
     # Decoded together with the prompt: SentencePiece drops the space before the first word of what it is given.
     shown = len(tokenizer.decode(ids))

@@ -276,7 +276,5 @@ def tokenizer(file: File | str | Path) -> tokenizers.Json:
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken(token, normalized=False) for token in special])
     found = tokenizers.Json(json.dumps(json.loads(backend.to_str())).encode(), str(file.path))
-    bos = get("bos_token_id")
-    if type(bos) is int and bos < found.vocab_size:
-        found.bos_id = bos
+    found.set_special(get("bos_token_id"), get("eos_token_id"))
     return found

@@ -28,7 +28,7 @@ from gatedattn.interop.hf_export import config_to_hf
 from gatedattn.interop.mapping import Assembled, Layout
 from gatedattn.transformer import Transformer
 
-CONFIG = "config.json"
+CONFIG, GENERATION = "config.json", "generation_config.json"
 # Not part of the model: rotary tables, and Qwen3-Next's multi-token-prediction layer (transformers skips it too).
 IGNORED = re.compile(r"rotary_emb\.inv_freq$|^mtp\.")
 
@@ -90,7 +90,7 @@ def save(
     dtype = str(np.dtype(params["embedding/table"].dtype))
     hf |= {"dtype": dtype, "torch_dtype": dtype}
     if tokenizer is not None:
-        hf["bos_token_id"] = tokenizer.bos_id
+        hf |= {"bos_token_id": tokenizer.bos_id} | ({"eos_token_id": [*tokenizer.eos_ids]} if tokenizer.eos_ids else {})
     folder = Path(folder)
     tensors_lib.write(folder, Layout(config, packing_of(hf)).tensors(params, shift), shard_bytes)
     write_atomically(folder / CONFIG, (json.dumps(hf, indent=2) + "\n").encode())
@@ -99,12 +99,14 @@ def save(
 
 
 def tokenizer(folder: str | Path) -> tokenizers.Tokenizer | None:
-    """The tokenizer.json or tokenizer.model of a folder, None if it has neither; BOS is what config.json says, if it does."""
+    """The tokenizer.json or tokenizer.model of a folder, None if it has neither; BOS and EOS are what config.json and
+    generation_config.json say, if they do."""
     folder = Path(folder)
     found = tokenizers.load(folder)
-    bos = tensors_lib.read_json(folder / CONFIG).get("bos_token_id")
-    if found is not None and type(bos) is int and 0 <= bos < found.vocab_size:
-        found.bos_id = bos
+    if found is not None:
+        for about in filter(Path.is_file, (folder / GENERATION, folder / CONFIG)):
+            about = tensors_lib.read_json(about)
+            found.set_special(about.get("bos_token_id"), about.get("eos_token_id"))
     return found
 
 

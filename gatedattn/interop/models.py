@@ -1,7 +1,7 @@
 """Any MODEL by its path: a run, one of its checkpoints, a converted folder, a Hugging Face folder, a GGUF file.
 
-A converted folder is our own: config.json ({"format": "gatedattn", "model": `TransformerConfig`, "bos_id": ...}), the
-parameters under their own paths in model.safetensors, and the tokenizer's file.
+A converted folder is our own: config.json ({"format": "gatedattn", "model": `TransformerConfig`, "bos_id": ..., "eos_ids":
+[...]}), the parameters under their own paths in model.safetensors, and the tokenizer's file.
 """
 
 from __future__ import annotations
@@ -104,8 +104,8 @@ def _open_converted(path: Path, about: dict) -> Source:
             f"{path}: {len(wrong)} parameters do not fit its config.json, e.g. {wrong[0]} is {found}, must be {must}"
         )
     tokenizer = tokenizers.load(path)
-    if tokenizer is not None and type(about.get("bos_id")) is int:
-        tokenizer.bos_id = about["bos_id"]
+    if tokenizer is not None:
+        tokenizer.set_special(about.get("bos_id"), about.get("eos_ids"))
     return Source(config, params, tokenizer)
 
 
@@ -139,7 +139,7 @@ def save_model(source: Source, folder: str | Path) -> None:
     tensors_lib.write(folder, entries)
     about = {"format": FORMAT, "model": to_mapping(source.config)}
     if source.tokenizer is not None:
-        about["bos_id"] = source.tokenizer.bos_id
+        about |= {"bos_id": source.tokenizer.bos_id, "eos_ids": [*source.tokenizer.eos_ids]}
         source.tokenizer.save(folder)
     write_atomically(folder / "config.json", (json.dumps(about, indent=2) + "\n").encode())
 

@@ -76,7 +76,7 @@ def test_save_and_load(tmp_path, sentencepiece_file):
 def test_sentencepiece(sentencepiece_file):
     tokenizer = tokenizers.from_name(str(sentencepiece_file))
     ids = tokenizer.encode("the state of the union <s>")
-    assert tokenizer.bos_id == 1 not in ids
+    assert tokenizer.bos_id == 1 not in ids and tokenizer.eos_ids == (2,)
     assert tokenizer.decode(tokenizer.encode("the state of the union")) == "the state of the union"
 
 

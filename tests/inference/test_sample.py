@@ -31,6 +31,16 @@ def test_what_never_becomes_a_character_is_still_told(model, spoken):
     assert "".join(sample.stream_text(model, Bytes())) == "h\ufffd"
 
 
+def test_bos_and_eos_end_a_text(model, monkeypatch):
+    asked = {}
+    monkeypatch.setattr(sample.Generator, "stream", lambda *a, **k: asked.update(k) or iter(()))
+    tokenizer = Bytes()
+    tokenizer.set_special(None, [3, "4", -1, 999, 3])
+    assert (tokenizer.bos_id, tokenizer.eos_ids) == (256, (3,))
+    list(sample.stream_text(model, tokenizer))
+    assert asked["stop"] == [256, 3]
+
+
 def test_stop_ends_the_text(model, spoken):
     spoken([[104], [105, -1, -1]])
     assert sample.text(model, Bytes(), "Hi") == "hi"

@@ -57,7 +57,7 @@ def test_smollm_config_and_tokenizer(smollm):
     assert tokenizer.decode(GREEDY) == " Paris.\n\nThe answer is:"
     assert len(tokenizer.encode("1862")) == 4  # every digit by itself
     assert tokenizer.decode(tokenizer.encode(SPEECH)) == SPEECH
-    assert tokenizer.bos_id == 1
+    assert tokenizer.bos_id == 1 and tokenizer.eos_ids == (0, 2)  # <|endoftext|>, <|im_end|>
 
 
 def test_smollm_goes_on_as_it_should(smollm):

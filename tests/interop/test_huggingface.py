@@ -334,6 +334,7 @@ def test_hostile_headers_are_refused(content, folder):
 def test_convert_there_and_back(tmp_path, capsys):
     """HF -> ours -> HF: the same bytes of weights, the tokenizer kept; and what a person gets wrong."""
     bpe = tokenizers.train_bpe(["the state of the union " * 50], 300)
+    bpe.set_special(None, 5)
     config = dataclasses.replace(BASE, vocab_size=bpe.vocab_size)
     huggingface.save(random_parameters(config), config, tmp_path / "a", bpe)
     assert main(["convert", "from-hf", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
@@ -343,7 +344,8 @@ def test_convert_there_and_back(tmp_path, capsys):
     for name in ("model.safetensors", "tokenizer.json", "config.json"):
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "c" / name).read_bytes()
     model, tokenizer = models.load_model(tmp_path / "b")
-    assert tokenizer.decode(tokenizer.encode("the union")) == "the union" and tokenizer.bos_id == 0
+    assert tokenizer.decode(tokenizer.encode("the union")) == "the union"
+    assert tokenizer.bos_id == 0 and tokenizer.eos_ids == (5,)
     logits, _ = model(jnp.zeros((1, 4), int))
     assert logits.shape == (1, 4, config.vocab_size)
 
