@@ -18,6 +18,7 @@ from gatedattn.inference import weights
 from gatedattn.inference.cache import CachePolicy, KVCache, LayerCache
 from gatedattn.inference.sampling import Kind, Sampling, choose
 from gatedattn.linear import transposed_weights
+from gatedattn.sharding import constrain
 from gatedattn.transformer import Transformer
 
 PREFILL = 256  # prompt tokens that pass through the layers together
@@ -84,6 +85,7 @@ def forward(
 
 def _advance(kind: Kind, logits, state: State, request: Request) -> State:
     keys = jax.vmap(jax.random.fold_in, (0, None))(request.keys, state.step)
+    logits = constrain(logits, "..")  # each device chooses all rows' tokens
     token = choose(kind, logits, keys, request.temperature, request.top_p)
     done = state.done | (token[:, None] == request.stop).any(-1)
     return state._replace(token=token, done=done, step=state.step + 1)
@@ -199,8 +201,7 @@ class Generator:
 
     def _arranged(self, transpose: bool) -> tuple:
         if transpose not in self._stored:
-            arrange = jax.jit(weights.store, static_argnames=("config", "transpose"))
-            self._stored[transpose] = arrange(self.params, config=self.config, transpose=transpose)
+            self._stored[transpose] = weights.store(self.params, self.config, transpose=transpose)
         return self._stored[transpose]
 
     def _pad(self, prompts, max_tokens: int) -> tuple[Int32[np.ndarray, "B P"], Int32[np.ndarray, " B"]]:

@@ -6,6 +6,7 @@ import math
 import re
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, PyTree
 
@@ -45,10 +46,13 @@ def store(params: PyTree, config: TransformerConfig, *, transpose: bool) -> tupl
         inputs = _inputs(path_string(path), config)
         return x.reshape(math.prod(x.shape[:inputs]), -1).T if inputs and transpose else x
 
+    @jax.jit
+    def arrange(tree: PyTree, layer: Array | None = None) -> PyTree:
+        return jax.tree_util.tree_map_with_path(one, tree if layer is None else jax.tree.map(lambda x: x[layer], tree))
+
     head = {"head": params["head"]} if "head" in params else {}
-    layers = [jax.tree.map(lambda x: x[i], params["layers"]) for i in range(config.num_layers)]
-    head, *layers = (jax.tree_util.tree_map_with_path(one, tree) for tree in (head, *layers))
-    return head, layers
+    # One small program, run once per layer: all layers in one program take XLA seconds to compile.
+    return arrange(head), [arrange(params["layers"], jnp.int32(i)) for i in range(config.num_layers)]
 
 
 def restore(

@@ -109,13 +109,15 @@ def test_a_policy_decides_what_generation_sees(build, model, policy):
         check_greedy(build(window=3), PROMPTS, outputs)
 
 
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 @pytest.mark.parametrize("axes", [dict(data=2, tensor=2), dict(fsdp=2)])
-def test_a_mesh_changes_nothing(model, axes):
+def test_a_mesh_changes_nothing(model, axes, kind):
     from gatedattn import sharding
 
     prompts = PROMPTS[:2]
     expected = generate(model, prompts, max_tokens=4)
-    mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(jax.sharding.AxisType.Auto,) * len(axes))
+    kinds = (jax.sharding.AxisType[kind],) * len(axes)
+    mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=kinds)
     graphdef, params = nnx.split(model)
     with jax.set_mesh(mesh):
         placed = nnx.merge(graphdef, jax.device_put(params, sharding.shardings(params, mesh)))
