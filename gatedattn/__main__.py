@@ -132,6 +132,42 @@ def spikes(args):
             )
 
 
+@command(
+    "loss, perplexity and bits per byte of texts, every token counted once",
+    argument("model", metavar="MODEL", help="a run, a checkpoint, a converted or Hugging Face folder, a .gguf file"),
+    argument(
+        "--text", action="append", required=True, metavar="[NAME=]GLOB", help="a set of files, each a document; may be repeated"
+    ),
+    argument("--length", type=int, default=2048, help="tokens in a window (2048)"),
+    argument("--stride", type=int, help="tokens that count in each window but the first of a document (--length)"),
+    argument("--batch", type=int, default=4, help="windows at a time (4)"),
+    argument("--json", action="store_true", help="one object: sets, by_position in each, and their average"),
+)
+def perplexity(args):
+    from gatedattn.config import ConfigError
+    from gatedattn.evaluation import perplexity as lib
+
+    sets = lib.text_sets(args.text)
+
+    from gatedattn.interop import models
+
+    model, tokenizer = models.load_model(args.model)
+    if tokenizer is None:
+        raise ConfigError(f"{args.model} has no tokenizer to read texts with")
+    sizes = dict(length=args.length, stride=args.stride, batch=args.batch)
+    found = {name: lib.measure(model, tokenizer, lib.texts(files), progress=name, **sizes) for name, files in sets.items()}
+    average = lib.average(list(found.values()))
+    if args.json:
+        print(json.dumps({"sets": found, "average": average}, indent=1))
+        return
+    columns = ("set", "loss", "perplexity", "bits per byte", "tokens", "documents")
+    rows = [
+        (name, *(f"{r[k]:.4f}" for k in ("loss", "perplexity", "bits_per_byte")), r["tokens"], r["documents"])
+        for name, r in found.items()
+    ]
+    print_table(columns, [*rows, ("average", *(f"{average[k]:.4f}" for k in ("loss", "perplexity", "bits_per_byte")), "", "")])
+
+
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Left-aligned columns, as wide as they need to be; the last is not padded."""
     widths = [max(len(str(row[i])) for row in (columns, *rows)) for i in range(len(columns))]
