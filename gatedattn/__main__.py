@@ -168,6 +168,36 @@ def perplexity(args):
     print_table(columns, [*rows, ("average", *(f"{average[k]:.4f}" for k in ("loss", "perplexity", "bits_per_byte")), "", "")])
 
 
+@command(
+    "any task of EleutherAI's lm-evaluation-harness",
+    argument("model", metavar="MODEL", help="a run, a checkpoint, a converted or Hugging Face folder, a .gguf file"),
+    argument(
+        "--tasks", required=True, type=lambda text: text.split(","), help="comma-separated; `lm_eval ls tasks` lists them"
+    ),
+    argument("--include_path", "--include-path", help="a folder with task files of your own"),
+    argument("--limit", type=int, help="only the first N items of each task"),
+    argument("--num_fewshot", "--num-fewshot", type=int, help="examples before each item (the task's own number)"),
+    argument("--max_length", "--max-length", type=int, help="tokens the model may look at (its max_seq_len)"),
+    argument("--batch_size", "--batch-size", type=int, default=8, help="prompts at a time in generation (8)"),
+    argument("--cache", help="a file that keeps answers: a second run gives only what is missing"),
+    argument("--out", help="write all results, per item too, to this JSON file"),
+)
+def harness(args):
+    from gatedattn.config import ConfigError
+    from gatedattn.evaluation import harness as lib
+    from gatedattn.interop import models
+
+    model, tokenizer = models.load_model(args.model)
+    if tokenizer is None:
+        raise ConfigError(f"{args.model} has no tokenizer to read tasks with")
+    subject = lib.HarnessModel(model, tokenizer, max_length=args.max_length, batch_size=args.batch_size)
+    options = dict(limit=args.limit, num_fewshot=args.num_fewshot, use_cache=args.cache, log_samples=bool(args.out))
+    results = lib.evaluate(subject, args.tasks, include_path=args.include_path, **options)
+    if args.out:
+        Path(args.out).write_text(json.dumps(results, indent=1, default=str) + "\n")
+    print(lib.utils.make_table(results))
+
+
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Left-aligned columns, as wide as they need to be; the last is not padded."""
     widths = [max(len(str(row[i])) for row in (columns, *rows)) for i in range(len(columns))]

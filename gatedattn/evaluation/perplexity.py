@@ -81,8 +81,9 @@ def packed(documents: Iterable[np.ndarray], length: int, stride: int, batch: int
 
 def token_losses(
     hidden: Float[Array, "B T D"], unembedding: Float[Array, "D V"], targets: Int[Array, "B T"], chunk: int = CHUNK
-) -> Float[Array, "B T"]:
-    """-log softmax(hidden @ unembedding)[target] in float32, with the logits of `chunk` tokens a row at one time."""
+) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
+    """-log softmax(hidden @ unembedding) of the target, and the least over the vocabulary (the target's own if it is the most
+    likely), in float32, with the logits of `chunk` tokens a row at one time."""
     T = targets.shape[1]
     chunk = min(chunk, T)
     pad = -T % chunk
@@ -95,17 +96,18 @@ def token_losses(
         h, y = part
         logits = project(h, unembedding, out_dtype=jnp.promote_types(h.dtype, jnp.float32))
         hit = jax.lax.broadcasted_iota(y.dtype, logits.shape, 2) == y[..., None]  # not a gather: V may be sharded
-        return jax.nn.logsumexp(logits, axis=-1) - jnp.where(hit, logits, 0).sum(-1)
+        lse = jax.nn.logsumexp(logits, axis=-1)
+        return lse - jnp.where(hit, logits, 0).sum(-1), lse - logits.max(-1)
 
     found = jax.lax.map(losses, (split(hidden), split(targets)))
-    return jnp.moveaxis(found, 0, 1).reshape(targets.shape[0], -1)[:, :T]
+    return tuple(jnp.moveaxis(x, 0, 1).reshape(targets.shape[0], -1)[:, :T] for x in found)
 
 
 @functools.partial(jax.jit, static_argnames="graphdef")
 def _batch_losses(params, batch, *, graphdef):
     model = nnx.merge(graphdef, params)
     hidden, _ = model.hidden(batch["tokens"], batch["positions"], batch["segment_ids"])
-    return token_losses(hidden, model.unembedding(), batch["targets"])
+    return token_losses(hidden, model.unembedding(), batch["targets"])[0]
 
 
 def measure(

@@ -111,9 +111,11 @@ def tokenizer(folder: str | Path) -> tokenizers.Tokenizer | None:
 
 
 def save_tokenizer(tokenizer: tokenizers.Tokenizer, folder: Path) -> None:
-    """The tokenizer's own file; for a tokenizer.json also what lets `AutoTokenizer` open it."""
+    """The tokenizer's own file; for a tokenizer.json also what lets `AutoTokenizer` open it. Without an EOS, BOS, which begins the
+    next document, ends this one."""
     tokenizer.save(folder)
     if isinstance(tokenizer, tokenizers.Json):
-        bos = tokenizer.backend.id_to_token(tokenizer.bos_id)
-        about = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": bos, "clean_up_tokenization_spaces": False}
+        bos, eos = (tokenizer.backend.id_to_token(i) for i in (tokenizer.bos_id, (*tokenizer.eos_ids, tokenizer.bos_id)[0]))
+        about = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": bos, "eos_token": eos}
+        about["clean_up_tokenization_spaces"] = False
         write_atomically(folder / "tokenizer_config.json", (json.dumps(about, indent=2) + "\n").encode())

@@ -116,7 +116,9 @@ def test_logits_of_a_chunk_are_enough(model):
     logits = hidden.astype(np.float64) @ w
     expected = np.log(np.exp(logits).sum(-1)) - np.take_along_axis(logits, targets[..., None], -1)[..., 0]
     for chunk in (1, 4, 11, 100):
-        np.testing.assert_allclose(perplexity.token_losses(hidden, w, targets, chunk), expected, rtol=1e-5, atol=1e-5)
+        found, least = perplexity.token_losses(hidden, w, targets, chunk)
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+        np.testing.assert_array_equal(np.asarray(found == least), logits.argmax(-1) == targets)
 
 
 def test_the_command(model, tmp_path, capsys):
