@@ -105,6 +105,42 @@ def generate(args):
     print()
 
 
+def numbers(text: str) -> list[int]:
+    """ "0,3,7" as a list."""
+    return [int(word) for word in text.split(",")]
+
+
+@command(
+    "sinks, gates and massive activations of models on a text: JSON, a table and figures",
+    argument(
+        "models", nargs="+", metavar="MODEL", help="a run, a checkpoint, a converted or Hugging Face folder, a .gguf file"
+    ),
+    argument("--text", required=True, help="a text file"),
+    argument("--out", required=True, help="the folder to write to"),
+    argument("--names", type=lambda text: text.split(","), default=(), help="what to call the models, comma-separated"),
+    argument("--length", type=int, default=512, help="tokens in a row (512); memory grows with rows x length"),
+    argument("--rows", type=int, default=4, help="rows of text (4)"),
+    argument("--layers", type=numbers, default=(), help="layers whose attention is drawn, e.g. 0,6,20 (four of them)"),
+    argument("--window", type=int, default=24, help="tokens whose attention is drawn (24)"),
+)
+def analyze(args):
+    from gatedattn import analysis
+
+    options = dict(names=args.names, length=args.length, rows=args.rows, layers=args.layers, window=args.window)
+    print(analysis.analyze(args.models, args.text, args.out, **options), end="")
+
+
+@command(
+    "one self-contained HTML page for a run, or several side by side",
+    argument("runs", nargs="+", metavar="DIR", help="run directories"),
+    argument("--out", help="the page (DIR/report.html; for several, report.html beside the first)"),
+)
+def report(args):
+    from gatedattn import report
+
+    print(report.build(args.runs, args.out))
+
+
 @command(
     "loss spikes of training curves: a table that compares them, and each event",
     argument("curves", nargs="+", metavar="CURVE", help=".jsonl or .csv files, or runs"),

@@ -69,10 +69,12 @@ def rises(values: Float64[np.ndarray, "n"]) -> tuple[Float64[np.ndarray, "n"], F
     """By how much each value exceeds the running median, and how much of that is still noise.
 
         rise_t  = x_t - median(x_{t-50} .. x_{t-1})
-        limit_t = max(0.1, 8 sigma_t),   sigma_t = 1.4826 median(|rise_{t-50}| .. |rise_{t-1}|)
+        noise_t = |rise_t - median(rise_{t-50} .. rise_{t-1})|
+        limit_t = max(0.1, 8 sigma_t),   sigma_t = 1.4826 median(noise_{t-50} .. noise_{t-1})
 
-    1.4826 makes the median absolute deviation the standard deviation of a Gaussian. Both medians are of the last 50 points, of at
-    least 10; before those exist (20 points in all) the limit is infinite.
+    1.4826 makes the median absolute deviation the standard deviation of a Gaussian. A loss that falls lies below its running
+    median all the time: that is no noise, so the rises are centred first. The medians are of the last 50 points, of at least 10;
+    before all exist (30 points in all) the limit is infinite.
     """
 
     def running(x: pd.Series) -> pd.Series:
@@ -80,7 +82,8 @@ def rises(values: Float64[np.ndarray, "n"]) -> tuple[Float64[np.ndarray, "n"], F
 
     x = pd.Series(np.asarray(values, float))
     rise = x - running(x)
-    limit = np.maximum(NATS, DEVIATIONS * 1.4826 * running(rise.abs())).fillna(np.inf)
+    noise = (rise - running(rise)).abs()
+    limit = np.maximum(NATS, DEVIATIONS * 1.4826 * running(noise)).fillna(np.inf)
     return rise.to_numpy(), limit.to_numpy()
 
 

@@ -14,15 +14,19 @@ from gatedattn.probes import spikes
 
 def loop(values):
     """The definition, point by point: rises and limits."""
-    rise, limit = np.full(len(values), np.nan), np.full(len(values), np.inf)
+    rise, noise, limit = np.full((3, len(values)), np.nan)
+    limit[:] = np.inf
+
+    def median(x, t):
+        known = x[max(0, t - 50) : t]
+        known = known[~np.isnan(known)]
+        return np.median(known) if len(known) >= 10 else np.nan
+
     for t in range(len(values)):
-        before = values[max(0, t - 50) : t]
-        if len(before) >= 10:
-            rise[t] = values[t] - np.median(before)
-        noise = rise[max(0, t - 50) : t]
-        noise = np.abs(noise[~np.isnan(noise)])
-        if len(noise) >= 10:
-            limit[t] = max(0.1, 8 * 1.4826 * np.median(noise))
+        rise[t] = values[t] - median(values, t)
+        noise[t] = abs(rise[t] - median(rise, t))
+        if not np.isnan(sigma := 1.4826 * median(noise, t)):
+            limit[t] = max(0.1, 8 * sigma)
     return rise, limit
 
 
@@ -53,6 +57,14 @@ def test_planted_spikes_are_found_and_noise_is_not():
     # What is large for a quiet run is noise in a noisy one: the limit follows the deviation.
     noisy = values + 0.1 * np.random.default_rng(1).standard_normal(len(values))
     assert [s.start for s in spikes.detect(spikes.Curve.of("noisy", steps, noisy))] == [2020]
+
+
+def test_on_the_way_down():
+    """A loss that falls steadily lies below its running median without being noisy."""
+    values = 10 - 0.02 * np.arange(200) + 0.01 * np.random.default_rng(0).standard_normal(200)
+    values[150] += 1
+    (spike,) = spikes.detect(spikes.Curve.of("falling", np.arange(200), values))
+    assert spike.start == spike.end == 150 and spike.height == pytest.approx(1 - 25.5 * 0.02, abs=0.05)
 
 
 def test_order_duplicates_and_gaps():
