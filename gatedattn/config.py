@@ -81,6 +81,9 @@ class RopeConfig:
         )
 
 
+GROUPED_KERNELS = ("auto", "loop", "ragged_dot", "megablox", "triton", "tokamax")
+
+
 @dataclass(frozen=True)
 class MoEConfig:
     """Mixture of experts in place of the MLP. The paper states softmax top-8 of 128, a global-batch load-balancing loss and a
@@ -94,10 +97,14 @@ class MoEConfig:
     renormalize: bool = True  # divide the chosen top-k probabilities by their sum
     load_balance: float = 1e-3
     z_loss: float = 1e-3
+    kernel: str = "auto"  # grouped matrix product: auto, or a row of gatedattn.kernels.grouped.CAPABILITIES
+    capacity: float = 0.0  # tokens an expert takes from each device, times the mean, the rest dropped; 0: all, dropless
+    expert_buffer: float = 0.0  # dropless over mesh.expert: rows a device makes room for, times the mean; 0: for the worst case
 
     def __post_init__(self):
-        _not_negative(self, "num_experts", "shared_dim", "load_balance", "z_loss")
+        _not_negative(self, "num_experts", "shared_dim", "load_balance", "z_loss", "capacity", "expert_buffer")
         _positive(self, "top_k", "expert_dim")
+        _one_of(self, "kernel", GROUPED_KERNELS)
         if self.num_experts:
             _check(
                 self.top_k <= self.num_experts,
@@ -109,7 +116,7 @@ POSITIONS = ("rope", "learned", "none")
 SINKS = ("none", "learned", "off_by_one")
 DTYPES = ("float32", "bfloat16", "float64")
 REMATS = ("none", "full")
-KERNELS = ("auto", "reference", "chunked")
+KERNELS = ("auto", "reference", "chunked", "splash", "cudnn", "triton", "tokamax")
 
 
 @dataclass(frozen=True)
@@ -144,7 +151,7 @@ class TransformerConfig:
     init_std: float = 0.02
     dtype: str = "float32"  # of activations and matmuls; parameters are float32 throughout
     remat: str = "none"  # none | full: recompute each block in the backward pass
-    kernel: str = "auto"  # attention implementation: auto | reference | chunked
+    kernel: str = "auto"  # attention implementation: auto, or a row of gatedattn.kernels.CAPABILITIES
 
     def __post_init__(self):
         _positive(

@@ -6,6 +6,7 @@ which letters a parameter's path carries.
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -16,6 +17,7 @@ from jaxtyping import Array
 
 PARAMETER_AXES = {"D": "fsdp", "N": "tensor", "K": "tensor", "F": "tensor", "V": "tensor", "E": "expert"}
 ACTIVATION_AXES = {"B": ("data", "fsdp", "expert"), "T": "context", "N": "tensor", "K": "tensor", "F": "tensor", "V": "tensor"}
+WEIGHT_AXES = {"e": "expert", "d": "fsdp", "f": "tensor"}  # E, D and F of expert weights, as they are divided at rest
 AXES = {"data", "fsdp", "expert", "context", "tensor"}  # the mesh axes that we know how to use
 
 # Path pattern -> one letter per dimension ("." is never sharded). Searched in order; stacked layers add a leading L.
@@ -32,6 +34,7 @@ RULES = (
     (r"moe/(gate|up)/kernel", "EDF"),
     (r"moe/down/kernel", "EFD"),
     (r"norm/weight|bias|sink|gates/\d+/table|score/kernel", ""),
+    (r"ns_coeffs$", ""),  # Muon's three numbers
 )
 
 
@@ -52,21 +55,35 @@ def partition_spec(path: str, ndim: int) -> PartitionSpec:
     raise KeyError(f"no sharding rule for parameter {path!r}: add one to gatedattn.sharding.RULES")
 
 
-def shardings(tree, mesh: Mesh):
-    """A tree of `NamedSharding` for a tree of (abstract) parameters; scalars are replicated.
+def specs(tree, mesh: Mesh | AbstractMesh):
+    """A tree of `PartitionSpec` for a tree of (abstract) parameters, or anything whose paths end like theirs; scalars are replicated.
 
-    An axis that the mesh lacks, or that does not divide its dimension (two KV heads over four devices), is left out.
+    An axis that the mesh lacks, or that does not divide its dimension, is left out.
     """
 
     def one(path, leaf):
         spec = partition_spec(path_string(path), leaf.ndim) if leaf.ndim else PartitionSpec()
-        fits = (
-            axis if axis and size % mesh.shape.get(axis, math.inf) == 0 else None
-            for axis, size in zip(spec, leaf.shape, strict=True)
+        return PartitionSpec(
+            *(
+                axis if axis and size % mesh.shape.get(axis, math.inf) == 0 else None
+                for axis, size in zip(spec, leaf.shape, strict=True)
+            )
         )
-        return NamedSharding(mesh, PartitionSpec(*fits))
 
     return jax.tree_util.tree_map_with_path(one, tree)
+
+
+def shardings(tree, mesh: Mesh):
+    """The same as a tree of `NamedSharding`."""
+    return jax.tree.map(functools.partial(NamedSharding, mesh), specs(tree, mesh))
+
+
+def pin(tree):
+    """Gradients where their parameters are: without being told, the compiler may add up whole ones on every device."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or set(mesh.axis_types) != {AxisType.Auto} or not AXES.issuperset(mesh.axis_names):
+        return tree
+    return jax.lax.with_sharding_constraint(tree, specs(tree, mesh))
 
 
 def _kinds(mesh: AbstractMesh) -> dict[str, AxisType]:
@@ -74,14 +91,31 @@ def _kinds(mesh: AbstractMesh) -> dict[str, AxisType]:
 
 
 def _axes(mesh: AbstractMesh, letter: str, size: int) -> tuple[str, ...]:
-    """The mesh axes that divide a dimension of an activation. An axis in the hands of a surrounding `shard_map` is none of ours."""
-    wanted = ACTIVATION_AXES.get(letter, ())
+    """The mesh axes that divide a dimension. An axis in the hands of a surrounding `shard_map` is none of ours."""
+    wanted = (ACTIVATION_AXES | WEIGHT_AXES).get(letter, ())
     kinds, chosen = _kinds(mesh), []
     for axis in (wanted,) if isinstance(wanted, str) else wanted:
         if mesh.shape.get(axis, 1) > 1 and size % mesh.shape[axis] == 0 and kinds[axis] != AxisType.Manual:
             chosen.append(axis)
             size //= mesh.shape[axis]
     return tuple(chosen)
+
+
+def division(letter: str, size: int) -> tuple[str, ...]:
+    """The axes of the mesh around us by which `map_shards` cuts a dimension; none under a mesh whose axes we do not know."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return _axes(mesh, letter, size) if AXES.issuperset(mesh.axis_names) else ()
+
+
+def platform_of(device) -> str:
+    """ "cpu", "gpu" or "tpu", whatever the vendor calls it."""
+    return {"cuda": "gpu", "rocm": "gpu"}.get(device.platform, device.platform)
+
+
+def platform() -> str:
+    """That of the devices of the mesh around us, which may be described (for ahead-of-time compilation) rather than present."""
+    device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    return jax.default_backend() if device is None else platform_of(device)
 
 
 def axis_names(entry) -> tuple[str, ...]:
@@ -120,13 +154,17 @@ def explicit() -> bool:
     return AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
 
 
+INDEPENDENT = "BNK"  # sequences and heads: whatever divides them, each part can be worked on by itself
+
+
 def map_shards(f: Callable, arrays: Sequence[Array | None], letters: Sequence[str], out: Sequence[str]):
     """`f(*arrays)` on each device's own part: for an f whose every result needs only the part it lies in.
 
     For instance attention, which mixes neither sequences nor KV heads: `map_shards(attend, (q, k, v), ["B.K.", "B.K.", "B.K."],
     ["B.K.", "BK."])`. A letter stands for the same cut in all arrays (each KV head goes with its query heads); ".": not cut.
     XLA need not find out by itself how to push shards through the reshapes inside f (it gathers instead), and a custom kernel could
-    not run otherwise. Under a mesh whose axes we do not know f is called as it is.
+    not run otherwise. Where f does need other devices' parts, of tokens ("T") or of expert weights ("e", "d", "f"), it asks for them
+    over the axes that `division` names. Under a mesh whose axes we do not know f is called as it is.
     """
     mesh = jax.sharding.get_abstract_mesh()
     kinds = _kinds(mesh)
@@ -139,9 +177,12 @@ def map_shards(f: Callable, arrays: Sequence[Array | None], letters: Sequence[st
     for i in present:
         for letter, size, entry in zip(letters[i], arrays[i].shape, jax.typeof(arrays[i]).sharding.spec, strict=True):
             sizes[letter] = math.gcd(sizes.get(letter, 0), size)
-            kept = tuple(axis for axis in axis_names(entry) if axis not in AXES)
+            kept = tuple(axis for axis in axis_names(entry) if axis not in AXES and letter in INDEPENDENT)
             foreign[letter] = tuple(axis for axis in foreign.get(letter, kept) if axis in kept)
-    cut = {letter: _axes(mesh, letter, size) + foreign[letter] for letter, size in sizes.items()}
+    cut = {
+        letter: _axes(mesh, letter, size) + foreign[letter] if letter in INDEPENDENT else division(letter, size)
+        for letter, size in sizes.items()
+    }
     cut["."] = ()
     specs = [PartitionSpec(*(cut[letter] or None for letter in letters[i])) for i in present]
     parts = [arrays[i] for i in present]

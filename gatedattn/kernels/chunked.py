@@ -11,31 +11,38 @@ import math
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from gatedattn.kernels.context import WHOLE, Shard
 
 BLOCK = 512
 HIDDEN = -1e30  # score of a hidden key; finite, so that a block without visible keys gives exp(-inf) = 0 rather than NaN
 
 
-def attention(q, k, v, *, segment_ids=None, window=0, scale, block=None):
+def attention(q, k, v, *, segment_ids=None, window=0, scale, shard: Shard = WHOLE, name=None, block=None):
     """See `gatedattn.kernels.attention`."""
     B, T, N, H = q.shape
-    K, V = k.shape[2], v.shape[3]
-    block = min(block or BLOCK, T)
+    S, K, V = v.shape[1:]
+    if shard.count == 1:
+        block = min(block or BLOCK, T)
+    else:  # blocks of queries must begin where blocks of keys do
+        run = T // 2 if shard.balanced else T
+        block = next(b for b in range(min(block or BLOCK, run), 0, -1) if run % b == 0)
     pad = -T % block  # padded keys come after every real query, so the causal order hides them
     if segment_ids is None:
-        segment_ids = jnp.zeros((B, T), jnp.int32)
-    segment_ids = jnp.pad(segment_ids, ((0, 0), (0, pad)))
-    blocks = (T + pad) // block
+        segment_ids = jnp.zeros((B, S), jnp.int32)
 
-    def split(x, heads):  # [B, T, K * heads, h] -> [blocks, B*K, heads * block, h]
-        x = jnp.pad(x, ((0, 0), (0, pad), (0, 0), (0, 0))).reshape(B, blocks, block, K, heads, x.shape[-1])
-        return x.transpose(1, 0, 3, 4, 2, 5).reshape(blocks, B * K, heads * block, x.shape[-1])
+    def split(x, heads):  # [B, S, K * heads, h] -> [blocks, B*K, heads * block, h]
+        x = jnp.pad(x, ((0, 0), (0, pad), (0, 0), (0, 0)))
+        x = x.reshape(B, -1, block, K, heads, x.shape[-1])
+        return x.transpose(1, 0, 3, 4, 2, 5).reshape(-1, B * K, heads * block, x.shape[-1])
 
     G = N // K
-    segments = segment_ids.reshape(B, blocks, block).swapaxes(0, 1)
-    out, lse = _attention(split(q, G), split(k, 1), split(v, 1), segments, scale, window)
-    out = out.reshape(blocks, B, K, G, block, V).transpose(1, 0, 4, 2, 3, 5).reshape(B, T + pad, N, V)
-    lse = lse.reshape(blocks, B, K, G, block).transpose(1, 2, 3, 0, 4).reshape(B, N, T + pad)
+    segments = jnp.pad(segment_ids, ((0, 0), (0, pad))).reshape(B, -1, block).swapaxes(0, 1)
+    starts = shard.positions(T + pad)[::block] // block  # the block of keys at which each block of queries stands
+    out, lse = _attention(split(q, G), split(k, 1), split(v, 1), segments, starts, scale, window, name)
+    out = out.reshape(-1, B, K, G, block, V).transpose(1, 0, 4, 2, 3, 5).reshape(B, T + pad, N, V)
+    lse = lse.reshape(-1, B, K, G, block).transpose(1, 2, 3, 0, 4).reshape(B, N, T + pad)
     return out[:, :T], lse[:, :, :T]
 
 
@@ -55,21 +62,21 @@ def _reach(window: int, block: int, blocks: int) -> int:
     return min(math.ceil((window - 1) / block), blocks - 1) if window else blocks - 1
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _attention(q, k, v, segments, scale, window):
-    return _forward(q, k, v, segments, scale, window)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
+def _attention(q, k, v, segments, starts, scale, window, name):
+    return _forward(q, k, v, segments, starts, scale, window, name)[0]
 
 
-def _forward(q, k, v, segments, scale, window):
-    blocks, Z, rows, _ = q.shape
+def _forward(q, k, v, segments, starts, scale, window, name):
+    queries, Z, rows, _ = q.shape
     block = k.shape[2]
-    reach = _reach(window, block, blocks)
+    reach = _reach(window, block, len(k))
     dtype = jnp.promote_types(q.dtype, jnp.float32)
 
-    def query_block(i):
+    def query_block(q, i):
         def key_block(j, carry):
             top, total, acc = carry
-            s = _scores(q[i], k[j], segments[i], segments[j], i, j, scale, window)
+            s = _scores(q, k[j], segments[i], segments[j], i, j, scale, window)
             new_top = jnp.maximum(top, s.max(-1))
             p = jnp.exp(s - new_top[..., None])
             decay = jnp.exp(top - new_top)
@@ -79,47 +86,53 @@ def _forward(q, k, v, segments, scale, window):
         # The diagonal block first: every query sees itself there, so `top` is finite before any hidden score is met.
         start = (jnp.full((Z, rows), -jnp.inf, dtype), jnp.zeros((Z, rows), dtype), jnp.zeros((Z, rows, v.shape[-1]), dtype))
         carry = key_block(i, start)
-        if blocks > 1:
+        if len(k) > 1:
             carry = lax.fori_loop(jnp.maximum(i - reach, 0), i, key_block, carry)
         top, total, acc = carry
         return (acc / total[..., None]).astype(v.dtype), top + jnp.log(total)
 
-    out, lse = lax.map(query_block, jnp.arange(blocks)) if blocks > 1 else jax.tree.map(lambda x: x[None], query_block(0))
-    return (out, lse), (q, k, v, segments, out, lse)
+    if queries > 1:
+        out, lse = lax.map(lambda block: query_block(*block), (q, starts))
+    else:
+        out, lse = jax.tree.map(lambda x: x[None], query_block(q[0], starts[0]))
+    if name:  # what a rematerialisation policy may keep, to spare the backward pass this whole function
+        out, lse = (checkpoint_name(x, name) for x in (out, lse))
+    return (out, lse), (q, k, v, segments, starts, out, lse)
 
 
-def _backward(scale, window, saved, cotangents):
-    q, k, v, segments, out, lse = saved
+def _backward(scale, window, name, saved, cotangents):
+    q, k, v, segments, starts, out, lse = saved
     dout, dlse = cotangents
-    blocks, block = q.shape[0], k.shape[2]
-    reach = _reach(window, block, blocks)
+    block = k.shape[2]
+    reach = _reach(window, block, len(k))
     dtype = jnp.promote_types(q.dtype, jnp.float32)
     delta = jnp.einsum("bzqh,bzqh->bzq", dout, out, preferred_element_type=dtype) - dlse
 
     def key_block(dq, j):
-        def query_block(i, carry):
+        def query_block(n, carry):
             dq, dk, dv = carry
-            p = jnp.exp(_scores(q[i], k[j], segments[i], segments[j], i, j, scale, window) - lse[i][..., None])
-            dp = jnp.einsum("zqh,zkh->zqk", dout[i], v[j], preferred_element_type=dtype)
-            ds = (p * (dp - delta[i][..., None]) * scale).astype(q.dtype)
-            dv += jnp.einsum("zqk,zqh->zkh", p.astype(q.dtype), dout[i], preferred_element_type=dtype)
-            dk += jnp.einsum("zqk,zqh->zkh", ds, q[i], preferred_element_type=dtype)
-            return dq.at[i].add(jnp.einsum("zqk,zkh->zqh", ds, k[j], preferred_element_type=dtype)), dk, dv
+            i = starts[n]
+            p = jnp.exp(_scores(q[n], k[j], segments[i], segments[j], i, j, scale, window) - lse[n][..., None])
+            dp = jnp.einsum("zqh,zkh->zqk", dout[n], v[j], preferred_element_type=dtype)
+            ds = (p * (dp - delta[n][..., None]) * scale).astype(q.dtype)
+            dv += jnp.einsum("zqk,zqh->zkh", p.astype(q.dtype), dout[n], preferred_element_type=dtype)
+            dk += jnp.einsum("zqk,zqh->zkh", ds, q[n], preferred_element_type=dtype)
+            return dq.at[n].add(jnp.einsum("zqk,zkh->zqh", ds, k[j], preferred_element_type=dtype)), dk, dv
 
         carry = (dq, jnp.zeros(k.shape[1:], dtype), jnp.zeros(v.shape[1:], dtype))
-        if blocks > 1:
-            dq, dk, dv = lax.fori_loop(j, jnp.minimum(j + reach + 1, blocks), query_block, carry)
+        if len(k) > 1:  # the blocks of queries (in ascending order) that stand at block j or up to `reach` after it
+            dq, dk, dv = lax.fori_loop((starts < j).sum(), (starts <= j + reach).sum(), query_block, carry)
         else:
             dq, dk, dv = query_block(0, carry)
         return dq, (dk.astype(k.dtype), dv.astype(v.dtype))
 
     dq = jnp.zeros(q.shape, dtype)
-    if blocks > 1:
-        dq, (dk, dv) = lax.scan(key_block, dq, jnp.arange(blocks))
+    if len(k) > 1:
+        dq, (dk, dv) = lax.scan(key_block, dq, jnp.arange(len(k)))
     else:
         dq, (dk, dv) = key_block(dq, 0)
         dk, dv = dk[None], dv[None]
-    return dq.astype(q.dtype), dk, dv, None
+    return dq.astype(q.dtype), dk, dv, None, None
 
 
 _attention.defvjp(_forward, _backward)

@@ -80,7 +80,7 @@ class GatedAttention(nnx.Module):
         rope: rotary settings; None for no rotation.
         window: attend to the last `window` tokens, the query's own included; 0 for all.
         sink: "learned": a logit per head joins the softmax and its probability is dropped (gpt-oss); "off_by_one": that logit is
-            fixed at 0 (softmax-off-by-one, evanmiller.org/attention-is-off-by-one.html). Computed as y * sigmoid(lse - logit).
+            fixed at 0 (softmax-off-by-one, evanmiller.org/attention-is-off-by-one.html). y * sigmoid(lse - logit) is the same.
         sdpa_norm: RMSNorm on each head's y; sdpa_activation: "silu" on y. The paper's parameter-poor controls (Table 3).
         use_bias, output_bias: biases of the q, k, v projections and of the output projection.
         dtype, param_dtype: of the computation and of the parameters. Scores, norms and gates are float32 inside.
@@ -187,14 +187,15 @@ class GatedAttention(nnx.Module):
 
         with jax.named_scope("sdpa"):
             attend = functools.partial(kernels.attention, segment_ids=segment_ids, window=self.window, kernel=self.kernel)
-            if cache is not None:  # rotates by itself: where a key stands may depend on what was evicted
+            sinks = {"learned": self.sink, "off_by_one": jnp.zeros(q.shape[2], jnp.float32)}.get(self.sink_kind)
+            sinks = None if sinks is None else sinks[...]
+            if cache is None:
+                y, lse, *updated = attend(q, k, v, sinks=sinks)
+            else:  # rotates by itself: where a key stands may depend on what was evicted
                 attend = functools.partial(cache.attend, rope=self.rope, window=self.window)
-            y, lse, *updated = attend(q, k, v)
-            kept = None  # [B, T, N, 1], the share of attention that a sink logit leaves to the real keys
-            if self.sink_kind != "none":
-                logit = 0.0 if self.sink is None else self.sink[...].astype(lse.dtype)[:, None]
-                kept = jax.nn.sigmoid(lse - logit).swapaxes(1, 2)[..., None]
-                y = (y * kept).astype(v.dtype)
+                y, lse, *updated = attend(q, k, v)
+                y = y if sinks is None else kernels.add_sinks(y, lse, sinks)
+            kept = None if sinks is None else kernels.kept(lse, sinks)
             y = constrain(y, "BTNH")
             if self.sdpa_norm is not None:
                 y = self.sdpa_norm(y)

@@ -37,6 +37,8 @@ def banner(config: RunConfig, workdir, counts: dict, data: dict, about: dict) ->
         say("               JAX found no accelerator, so this runs on the CPU (set train.platform=gpu or tpu to refuse that)")
     chosen = f" (chosen by {config.model.kernel!r})" if about["kernel"] != config.model.kernel else ""
     say(f"  attention    {about['kernel']}{chosen}; activations {config.model.dtype}, parameters float32")
+    for reason in about["kernels_passed_over"]:
+        say(f"               passed over: {reason}")
     say(
         f"  parameters   {count_text(counts['params_total'])}, active {count_text(counts['params_active'])}, "
         f"of which embedding {count_text(counts['params_embedding'])}, gates {count_text(counts['params_gate'])}"

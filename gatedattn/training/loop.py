@@ -60,11 +60,11 @@ def prepare(
         raise ConfigError(
             f"train.platform={wanted}, but JAX found only {found}: install JAX for {wanted}, or set train.platform=any"
         )
+    place = Placement.of(config, devices or jax.devices())
     try:
-        kernel = kernels.resolve(config.model.kernel, found)
+        kernel, passed = kernels.choose(config.model.kernel, attention_request(config, place))
     except ValueError as error:
         raise ConfigError(f"model.{error}") from None
-    place = Placement(config.mesh, config.train.batch_size // config.train.microbatches, devices or jax.devices())
     data = data_lib.load(
         config.data,
         seq_len=config.train.seq_len,
@@ -73,7 +73,15 @@ def prepare(
         workdir=workdir,
         vocab_size=config.model.vocab_size,
     )
-    return data, place, recorder.environment(place.devices) | {"kernel": kernel}
+    return data, place, recorder.environment(place.devices) | {"kernel": kernel, "kernels_passed_over": passed}
+
+
+def attention_request(config: RunConfig, place: Placement) -> kernels.Request:
+    """What a run will ask of an attention kernel."""
+    model, ways = config.model, place.mesh.shape["context"] if place.mesh else 1
+    return kernels.Request(
+        place.platform, model.dtype, model.head_dim, True, model.window, model.sink != "none", ways, config.train.seq_len
+    )
 
 
 def train(config: RunConfig, workdir: str | Path, devices: Sequence[jax.Device] | None = None) -> Result:
@@ -215,7 +223,7 @@ class _Run:
     def log(self, step: int, metrics: dict) -> None:
         """Read a step's metrics off the device and write its line."""
         config = self.config
-        values = {name: float(value) for name, value in jax.device_get(metrics).items()}
+        values = {name: np.asarray(value).tolist() for name, value in jax.device_get(metrics).items()}
         line = {"step": step, "tokens": step * config.tokens_per_step}
         line |= {name: values.pop(name) for name in ("loss", "ce", "z_loss")}
         line["perplexity"] = evaluate.perplexity(line["ce"])
