@@ -13,6 +13,7 @@ import optax
 from flax import nnx
 from jaxtyping import Array, Int, PyTree
 
+from gatedattn import sharding
 from gatedattn.config import RunConfig, TransformerConfig
 from gatedattn.training import optimizer
 from gatedattn.training.loss import next_token_loss
@@ -55,11 +56,12 @@ def make_train_step(config: RunConfig) -> Callable[[TrainState, Batch], tuple[Tr
 
     Losses, token counts and gradients are summed over the parts and divided once by the number of tokens in the whole batch, so
     the result does not depend on how unevenly the tokens fall. A mixture of experts adds its two losses per part, weighted
-    by the part's tokens. Metrics are scalars on the device:
+    by the part's tokens. Metrics are on the device, scalars but for `*_layers` [L]:
 
         loss = ce + train.z_loss * z_loss + moe.load_balance * load_balance + moe.z_loss * router_z
         z_loss mean(lse^2), grad_norm before clipping, update_norm, param_norm, lr, tokens in the loss
-        mixture of experts: load_balance, router_z, router_entropy, router_max_load (the busiest expert's share of a layer)
+        mixture of experts: load_balance, router_z, router_entropy, router_dropped (share of assignments), router_max_load (the
+        busiest expert's share of its layer), and the last three as router_*_layers
     """
     graphdef, microbatches, moe = graph(config.model), config.train.microbatches, config.model.moe
     tx = optimizer.build(config.optimizer, config.train.steps)
@@ -76,7 +78,10 @@ def make_train_step(config: RunConfig) -> Callable[[TrainState, Batch], tuple[Tr
         return total, sums | {"total": total}
 
     def sum_gradients(params, batch):
-        gradient = jax.grad(objective, has_aux=True)
+        def gradient(params, batch):
+            grads, sums = jax.grad(objective, has_aux=True)(params, batch)
+            return sharding.pin(grads), sums
+
         if microbatches == 1:
             return gradient(params, batch)
         # Part i takes rows i, i + M, i + 2M, ...: a batch sharded over devices stays sharded in each part.
@@ -136,9 +141,16 @@ def _sums(model: Transformer, hidden: Array, batch: Batch, config: RunConfig) ->
 
 
 def _router(aux: dict) -> dict[str, Array]:
+    layers = {
+        "router_entropy": aux["router_entropy"],
+        "router_dropped": aux["router_dropped"],
+        "router_max_load": aux["router_load"].max(-1),
+    }
     return {
         "load_balance": aux["load_balance"],
         "router_z": aux["router_z"],
-        "router_entropy": jnp.mean(aux["router_entropy"]),
-        "router_max_load": jnp.max(aux["router_load"]),
+        "router_entropy": layers["router_entropy"].mean(),
+        "router_dropped": layers["router_dropped"].mean(),
+        "router_max_load": layers["router_max_load"].max(),
+        **{f"{name}_layers": value for name, value in layers.items()},
     }

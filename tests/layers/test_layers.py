@@ -7,8 +7,8 @@ import pytest
 from flax import nnx
 
 from gatedattn import kernels
-from gatedattn.config import MoEConfig, RopeConfig, TransformerConfig
-from gatedattn.layers import MLP, GatedAttention, GatedAttentionBlock, MoE, RMSNorm
+from gatedattn.config import RopeConfig, TransformerConfig
+from gatedattn.layers import MLP, GatedAttention, GatedAttentionBlock, RMSNorm
 from gatedattn.layers import rope as rope_lib
 
 B, T, D, N, K, H = 2, 9, 12, 4, 2, 6
@@ -181,62 +181,6 @@ def test_identity_start_changes_nothing():
     plain = GatedAttention(**options, gates="none", rngs=nnx.Rngs(0))
     gated = GatedAttention(**options, gates="g1:scale=2:zeros+g5:headwise:scale=2:zeros", rngs=nnx.Rngs(0))
     np.testing.assert_array_equal(run(plain, x)[0], run(gated, x)[0])
-
-
-@pytest.mark.parametrize(
-    "renormalize,shared", [(True, {}), (False, dict(shared_dim=8)), (True, dict(shared_dim=8, shared_gate=True))]
-)
-def test_moe_equals_a_loop_over_experts(x64, renormalize, shared):
-    x, segments = data()
-    segments[0, -2:] = 0  # padding
-    config = MoEConfig(num_experts=5, top_k=2, expert_dim=7, renormalize=renormalize, **shared)
-    moe = randomize(MoE(D, config, **F64, rngs=nnx.Rngs(0)))
-
-    def loop(params, x):
-        silu = jax.nn.silu
-        probs = jax.nn.softmax((x @ params["router"]["kernel"]).astype(jnp.float32).astype(jnp.float64))
-        kept = probs >= jnp.sort(probs, axis=-1)[..., -2:-1]
-        weights = jnp.where(kept, probs, 0)
-        if renormalize:
-            weights = weights / weights.sum(-1, keepdims=True)
-        y = 0
-        for e in range(5):
-            gate, up, down = (params[name]["kernel"][e] for name in ("gate", "up", "down"))
-            y += weights[..., e, None] * ((silu(x @ gate) * (x @ up)) @ down)
-        if shared:
-            s = params["shared"]
-            extra = (silu(x @ s["gate"]["kernel"]) * (x @ s["up"]["kernel"])) @ s["down"]["kernel"]
-            y += extra * (jax.nn.sigmoid(x @ params["score"]["kernel"]) if "shared_gate" in shared else 1)
-        return y, probs, kept
-
-    graphdef, state = nnx.split(moe)
-    params = nnx.to_pure_dict(state)
-    y, aux = run(moe, x, segments != 0)
-    expected, probs, kept = jax.jit(loop)(params, x)
-    np.testing.assert_allclose(y, expected, atol=1e-6)  # the router's softmax is float32
-
-    real = np.asarray(segments != 0)
-    load, mean = np.asarray(kept)[real].mean(0) / 2, np.asarray(probs)[real].mean(0)
-    np.testing.assert_allclose(aux["router_load"], load, atol=1e-6)
-    np.testing.assert_allclose(aux["load_balance"], 5 * (load * mean).sum(), atol=1e-5)
-    np.testing.assert_allclose(
-        aux["router_entropy"], -(np.asarray(probs)[real] * np.log(np.asarray(probs)[real])).sum(-1).mean(), atol=1e-5
-    )
-
-    def ours(params, x):
-        nnx.replace_by_pure_dict(state, params)
-        return jnp.sin(nnx.merge(graphdef, state)(x)[0]).sum()
-
-    ours_grads = jax.jit(jax.grad(ours, (0, 1)))(params, x)
-    loop_grads = jax.jit(jax.grad(lambda p, x: jnp.sin(loop(p, x)[0]).sum(), (0, 1)))(params, x)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5), ours_grads, loop_grads)
-
-
-def test_uniform_router_balances_to_one():
-    moe = MoE(D, MoEConfig(num_experts=8, top_k=8, expert_dim=4), rngs=nnx.Rngs(0))
-    moe.router.kernel[...] = jnp.zeros_like(moe.router.kernel[...])
-    _, aux = run(moe, data()[0].astype(jnp.float32))
-    np.testing.assert_allclose([aux["load_balance"], aux["router_entropy"]], [1, np.log(8)], rtol=1e-6)
 
 
 def test_activation_clip_and_sandwich_norm():
