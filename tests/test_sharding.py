@@ -1,6 +1,8 @@
 """Every parameter has a place, activations go where the letters say, and a divided model computes what one device computes."""
 
 import dataclasses
+import itertools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +14,12 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, PartitionSpec
 
 from gatedattn import RunConfig, Transformer, TransformerConfig
-from gatedattn.config import MeshConfig, MoEConfig, TrainConfig
+from gatedattn.config import MeshConfig, MoEConfig, OptimizerConfig, TrainConfig
 from gatedattn.gates import CHOICES, GateSpec, format
-from gatedattn.sharding import AXES, constrain, map_shards, partition_spec, shardings
+from gatedattn.sharding import AXES, constrain, map_shards, partition_spec, pin, shardings
+from gatedattn.training.placement import AXES as MESH_AXES
 from gatedattn.training.placement import Placement
-from gatedattn.training.step import make_init
+from gatedattn.training.step import initialize, make_init, make_train_step
 from gatedattn.transformer import abstract_parameters
 
 P = PartitionSpec
@@ -195,19 +198,32 @@ def loss_and_grads(config, mesh, devices, kind=AxisType.Auto):
         extra = aux["load_balance"] + aux["router_z"] if config.is_moe else 0
         return -(hit * jax.nn.log_softmax(logits)).sum(-1).mean() + 0.1 * extra
 
+    def value_and_grad(params, batch):
+        value, grads = jax.value_and_grad(loss)(params, batch)
+        return value, pin(grads)
+
     with place.scope():
         if place.mesh is not None:
             params = jax.device_put(params, place.shardings(params))
-        value, grads = jax.jit(jax.value_and_grad(loss))(params, place.put(BATCH))
+        value, grads = jax.jit(value_and_grad)(params, place.put(BATCH))
     return jax.tree.map(np.asarray, (value, grads)), params, grads
+
+
+def compare(divided, alone):
+    values, params, grads = divided
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), values, alone)
+    for p, g in zip(jax.tree.leaves(params), jax.tree.leaves(grads), strict=True):
+        assert g.sharding.is_equivalent_to(p.sharding, p.ndim)
 
 
 MESHES = [
     dict(fsdp=4, tensor=2),
-    dict(fsdp=2, expert=2, tensor=2),
-    dict(data=2, fsdp=1, tensor=4),
-    dict(fsdp=2, context=2, tensor=2),
+    dict(data=2, fsdp=1, expert=2, tensor=2),
+    dict(fsdp=1, context=4, tensor=2),
+    dict(fsdp=2, context=2, expert=2),
 ]
+SIZES = (1, 2, 4, 8)
+EVERY_MESH = [dict(zip(MESH_AXES, s)) for s in itertools.product(SIZES, repeat=5) if math.prod(s) == 8]
 
 
 @pytest.fixture(scope="module")
@@ -219,17 +235,40 @@ def alone():
 @pytest.mark.parametrize("mesh", MESHES, ids=["-".join(f"{k}{v}" for k, v in m.items()) for m in MESHES])
 @pytest.mark.parametrize("config", [CONFIG, MOE], ids=["dense", "moe"])
 def test_divided_model_has_the_loss_and_gradients_of_one_device(alone, config, mesh):
-    divided, _, _ = loss_and_grads(config, MeshConfig(**mesh), 8)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), divided, alone[config])
+    compare(loss_and_grads(config, MeshConfig(**mesh), 8), alone[config])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", EVERY_MESH, ids=["-".join(f"{k}{v}" for k, v in m.items() if v > 1) for m in EVERY_MESH])
+@pytest.mark.parametrize("config", [CONFIG, MOE], ids=["dense", "moe"])
+def test_every_mesh_of_eight_devices(alone, config, mesh):
+    """Also where an axis does not divide what it should (the trainer refuses that): then it is left out."""
+    compare(loss_and_grads(config, MeshConfig(**mesh), 8), alone[config])
 
 
 @pytest.mark.parametrize("config", [CONFIG, MOE], ids=["dense", "moe"])
 def test_explicit_mesh(alone, config):
     """The same where shardings are part of the types; gradients then have the shardings of their parameters."""
-    divided, params, grads = loss_and_grads(config, MeshConfig(fsdp=4, tensor=2), 8, AxisType.Explicit)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), divided, alone[config])
-    for p, g in zip(jax.tree.leaves(params), jax.tree.leaves(grads), strict=True):
-        assert g.sharding.is_equivalent_to(p.sharding, p.ndim)
+    compare(loss_and_grads(config, MeshConfig(fsdp=2, tensor=2, context=2), 8, AxisType.Explicit), alone[config])
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_a_divided_training_step(name):
+    """Parameters and optimiser state after a step are those of one device, and lie where the rules say."""
+    train = TrainConfig(batch_size=B, seq_len=T, microbatches=2)
+    run = dataclasses.replace(RUN, model=MOE, optimizer=OptimizerConfig(name=name, warmup_steps=0), train=train)
+    batch = BATCH | {"loss_mask": np.ones((B, T), bool)}
+
+    def step(mesh, devices):
+        place = Placement(mesh, B // 2, jax.devices()[:devices])
+        with place.scope():
+            state = initialize(run, place.shardings(jax.eval_shape(make_init(run))))
+            return place, jax.jit(make_train_step(run))(state, place.put(batch))[0]
+
+    _, alone = step(MeshConfig(fsdp=1), 1)
+    place, divided = step(MeshConfig(fsdp=2, expert=2, tensor=2), 8)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-4), divided, alone)
+    jax.tree.map(lambda x, s: x.sharding.is_equivalent_to(s, x.ndim) or pytest.fail(str(s)), divided, place.shardings(divided))
 
 
 def test_attention_gathers_nothing():
