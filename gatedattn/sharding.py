@@ -32,6 +32,7 @@ RULES = (
     (r"moe/(gate|up)/kernel", "EDF"),
     (r"moe/down/kernel", "EFD"),
     (r"norm/weight|bias|sink|gates/\d+/table|score/kernel", ""),
+    (r"^guard/", ""),
 )
 
 

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 
 import jax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from gatedattn import sharding
 from gatedattn.config import ConfigError, MeshConfig
@@ -58,10 +58,10 @@ class Placement:
         return sharding.shardings(abstract, self.mesh) if self.mesh else None
 
     def on_devices(self, abstract):
-        """An abstract tree with its shardings filled in: the target of a restore."""
-        if self.mesh is None:
-            return abstract
-        shardings = self.shardings(abstract)
+        """An abstract tree with its shardings filled in: the target of a restore. On a single device too: without a sharding
+        Orbax would look for the devices that saved it."""
+        one = SingleDeviceSharding(self.devices[0])
+        shardings = self.shardings(abstract) if self.mesh else jax.tree.map(lambda _: one, abstract)
         return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), abstract, shardings)
 
     def put(self, batch: dict) -> dict:
