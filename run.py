@@ -5,8 +5,8 @@ python run.py --config=configs/tiny.py:gate=none --config.train.steps=200 --work
 python run.py --config=configs/tiny.py --mode=eval --workdir=DIR         the newest checkpoint on all held-out text: JSON lines
 python run.py --config=configs/dense1b7.py --mode=count                  parameters and FLOPs as JSON, nothing allocated
 
-Exit codes: 0 done, 1 the loss is no longer finite, 2 the request cannot run (a line on stderr says why), 130 or 143 stopped by
-Ctrl-C or SIGTERM with everything saved.
+Exit codes: 0 done, 1 too many bad steps in a row or the last checkpoint could not be written, 2 the request cannot run (a line on
+stderr says why), 130 or 143 stopped by Ctrl-C or SIGTERM with everything saved.
 """
 
 import json
@@ -31,7 +31,9 @@ def main(argv: list[str]) -> None:
         raise ConfigError(f"unexpected argument {argv[1]!r}" + f" (did you mean --config={argv[1]}?)" * (".py" in argv[1]))
     config = from_mapping(RunConfig, FLAGS.config.to_dict())
     workdir = Path(FLAGS.workdir or f"runs/{config.name}")
-    logging.set_verbosity(logging.ERROR)  # Orbax tells of every file it writes
+    logging.set_verbosity(
+        logging.FATAL
+    )  # Orbax tells of every file it writes, and of a full disk in pages; we say it in a line
     {"train": train, "eval": evaluate, "count": count}[FLAGS.mode](config, workdir)
 
 
@@ -41,9 +43,14 @@ def train(config: RunConfig, workdir: Path) -> None:
     from gatedattn.inference import sample
     from gatedattn.training import loop, step
 
+    origin = None
+    if config.train.init_from and not any((workdir / "checkpoints").glob("[0-9]*")):
+        from gatedattn.interop import models
+
+        origin = loop.Origin(config.train.init_from, *models.open_model(config.train.init_from))
     try:
-        result = loop.train(config, workdir)
-    except loop.Diverged as error:
+        result = loop.train(config, workdir, origin=origin)
+    except (loop.Diverged, loop.NotSaved) as error:
         fail(str(error), 1)
     if result.signum:
         sys.exit(128 + result.signum)

@@ -234,6 +234,36 @@ def harness(args):
     print(lib.utils.make_table(results))
 
 
+@command(
+    "a corpus tokenized and packed once, for any number of runs and hosts; the same command goes on after a kill",
+    argument("source", metavar="SOURCE", help="tfds:NAME or text:GLOB"),
+    argument("folder", metavar="DIR", help="where it goes; train with --config.data.source=prepared:DIR"),
+    argument("--tokenizer", default="bpe:4096", help="bytes, bpe:SIZE, FILE.json or FILE.model (bpe:4096)"),
+    argument("--seq_len", "--seq-len", type=int, required=True, help="tokens in a row: the train.seq_len of the runs"),
+    argument("--bos", default="document", help="document or row, as data.bos"),
+    argument("--valid_fraction", "--valid-fraction", type=float, default=0.05, help="share held out of a text: source (0.05)"),
+    argument("--workers", type=int, default=0, help="processes; 0: one per core"),
+)
+def prepare(args):
+    from gatedattn.data.prepare import prepare
+
+    about = prepare(
+        args.source,
+        args.folder,
+        tokenizer=args.tokenizer,
+        seq_len=args.seq_len,
+        bos=args.bos,
+        valid_fraction=args.valid_fraction,
+        workers=args.workers,
+    )
+    for name, split in about["splits"].items():
+        rows, tokens = (sum(file[key] for file in split["files"]) for key in ("rows", "tokens"))
+        print(f"{name}: {split['documents']} documents, {tokens} tokens in {rows} rows, {len(split['files'])} files")
+    print(
+        f"train with --config.data.source=prepared:{args.folder} --config.train.seq_len={args.seq_len} --config.data.bos={args.bos}"
+    )
+
+
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Left-aligned columns, as wide as they need to be; the last is not padded."""
     widths = [max(len(str(row[i])) for row in (columns, *rows)) for i in range(len(columns))]

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
+import re
 import types
 import typing
 from collections.abc import Mapping
@@ -198,7 +200,7 @@ class DataConfig:
     """Where tokens come from.
 
     `source` is one or more sources, comma-separated, each with an optional weight: `tfds:sotu`, `text:books/*.txt`,
-    `synthetic:backcopy`, `tfds:sotu@0.7,text:books/*.txt@0.3`.
+    `prepared:DIR` (made by `python -m gatedattn prepare`), `synthetic:backcopy`, `tfds:sotu@0.7,text:books/*.txt@0.3`.
     """
 
     source: str = "tfds:sotu"
@@ -224,6 +226,7 @@ class TrainConfig:
     z_loss: float = 0.0  # weight of mean(logsumexp(logits)^2)
     loss_chunk: int = 2048  # tokens whose float32 logits exist at one time
     platform: str = "any"  # any | cpu | gpu | tpu: refuse to start elsewhere
+    init_from: str = ""  # a MODEL whose parameters a new run begins with; what it lacks (a gate, say) is initialised afresh
 
     def __post_init__(self):
         _positive(self, "steps", "batch_size", "seq_len", "microbatches", "log_every", "loss_chunk")
@@ -233,6 +236,12 @@ class TrainConfig:
             self.batch_size % self.microbatches == 0,
             f"train.batch_size={self.batch_size} is not a multiple of train.microbatches={self.microbatches}",
         )
+        for name, value in (
+            ("steps", self.steps),
+            ("seed", self.seed),
+            ("batch_size x seq_len", self.batch_size * self.seq_len),
+        ):
+            _check(value < 2**31, f"train.{name}={value}: must be below 2^31")
 
 
 @dataclass(frozen=True)
@@ -263,6 +272,38 @@ class OptimizerConfig:
         for name in ("b1", "b2", "muon_momentum"):
             _check(0 <= getattr(self, name) < 1, f"optimizer.{name}={getattr(self, name)}: must be in [0, 1)")
         _check(0 < self.decay_fraction <= 1, f"optimizer.decay_fraction={self.decay_fraction}: must be in (0, 1]")
+        _check(
+            self.schedule == "constant" or self.end_learning_rate <= self.learning_rate,
+            f"optimizer.end_learning_rate={self.end_learning_rate} exceeds learning_rate={self.learning_rate}: "
+            f"{self.schedule} ends below its peak; lower it, or set schedule=constant",
+        )
+        try:
+            re.compile(self.no_decay)
+        except re.error as error:
+            raise ConfigError(f"optimizer.no_decay={self.no_decay!r}: not a regular expression ({error})") from None
+
+
+@dataclass(frozen=True)
+class GuardConfig:
+    """Bad steps, recognised on the device: the loss or the gradient norm is not finite, or it is a spike, i.e. it exceeds the
+    running median of the last `window` steps by more than `deviations` robust standard deviations (1.4826 times the median
+    absolute deviation) and by more than `loss_rise` (nats) or `grad_rise` (multiples of the median)."""
+
+    skip: str = "nonfinite"  # nonfinite | spikes (these too): whose update is not applied; spikes are counted in any case
+    window: int = 50
+    deviations: float = 8.0
+    loss_rise: float = 0.1
+    grad_rise: float = 1.0
+    patience: int = 10  # so many skipped steps in a row, and then:
+    action: str = "stop"  # stop | rewind: go on from the last checkpoint before them, and pass over their rows of data
+    rewinds: int = 3  # stop instead after so many
+
+    def __post_init__(self):
+        _one_of(self, "skip", ("nonfinite", "spikes"))
+        _one_of(self, "action", ("stop", "rewind"))
+        _positive(self, "deviations", "patience")
+        _not_negative(self, "loss_rise", "grad_rise", "rewinds")
+        _check(self.window >= 4, f"guard.window={self.window}: must be at least 4 steps, a median needs some")
 
 
 @dataclass(frozen=True)
@@ -287,10 +328,12 @@ class EvalConfig:
 @dataclass(frozen=True)
 class CheckpointConfig:
     every: int = 500  # steps between checkpoints; 0: only at the end or when interrupted
-    keep: int = 2
+    keep: int = 2  # the newest so many
+    keep_every: int = 0  # and for good those of the steps that this divides; 0: none
+    may_change: str = ""  # settings that may differ when a run goes on, besides those that always may: optimizer.clip_norm,...
 
     def __post_init__(self):
-        _not_negative(self, "every")
+        _not_negative(self, "every", "keep_every")
         _positive(self, "keep")
 
 
@@ -323,12 +366,25 @@ class RunConfig:
     data: DataConfig = field(default_factory=DataConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    guard: GuardConfig = field(default_factory=GuardConfig)
     probe: ProbeConfig = field(default_factory=ProbeConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
 
     def __post_init__(self):
+        _check(
+            bool(re.fullmatch(r"[\w.,:=+@ -]+", self.name)) and not self.name.startswith("."),
+            f"name={self.name!r}: the run's folder is named after it; letters, digits and any of _.,:=+@- will do",
+        )
+        _check(
+            self.guard.action == "stop" or self.checkpoint.every > 0,
+            "guard.action=rewind with checkpoint.every=0: there would be no checkpoint to go back to; set checkpoint.every",
+        )
+        _check(
+            self.data.bos == "document" or self.train.seq_len > 1,
+            f"train.seq_len={self.train.seq_len} leaves no room for a token after data.bos=row: at least 2",
+        )
         if self.model.position == "learned" and self.train.seq_len > self.model.max_seq_len:
             raise ConfigError(
                 f"train.seq_len={self.train.seq_len} exceeds the {self.model.max_seq_len} learned positions: "
@@ -360,6 +416,7 @@ def from_mapping(cls, mapping: Mapping, path: str = ""):
 
     Raises `ConfigError` for unknown keys (with the nearest match), wrong types and whatever the dataclass itself refuses.
     """
+    _check(isinstance(mapping, Mapping), f"{path or cls.__name__}={mapping!r}: must be a group of settings, not a value")
     hints = typing.get_type_hints(cls)
     known = {f.name for f in dataclasses.fields(cls)}
     values = {}
@@ -369,7 +426,6 @@ def from_mapping(cls, mapping: Mapping, path: str = ""):
             raise ConfigError(f"unknown config key '{where}'{suggest(key, known)}; known here: {', '.join(sorted(known))}")
         kind = hints[key]
         if dataclasses.is_dataclass(kind):
-            _check(isinstance(value, Mapping), f"{where}={value!r}: must be a group of settings, not a value")
             values[key] = from_mapping(kind, value, where)
         else:
             values[key] = _coerce(value, kind, where)
@@ -377,10 +433,12 @@ def from_mapping(cls, mapping: Mapping, path: str = ""):
 
 
 def _coerce(value, kind, where: str):
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+    if kind is float and isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1e300:
         return float(value)
-    if kind is int and isinstance(value, float) and value == int(value):
+    if kind is int and isinstance(value, float) and value.is_integer():
         return int(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(f"{where}={value!r}: must be a finite number")
     if isinstance(value, bool) and kind is not bool or not isinstance(value, kind):
         raise ConfigError(f"{where}={value!r}: must be {kind.__name__}, not {type(value).__name__}")
     return value

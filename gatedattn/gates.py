@@ -190,6 +190,12 @@ def format(specs: Iterable[GateSpec]) -> str:
     return "+".join(map(str, specs)) or "none"
 
 
+def is_identity(spec: GateSpec) -> bool:
+    """Whether a fresh gate changes nothing: its logits start at 0, and scale * activation(0) is 1 (multiply) or 0 (add)."""
+    score = float(jnp.float32(spec.scale) * ACTIVATIONS[spec.activation](jnp.float32(0)))
+    return spec.init == "zeros" and score == (1 if spec.op == "multiply" else 0)
+
+
 def parameter_shapes(spec: GateSpec, d_model: int, num_heads: int, head_dim: int) -> dict[str, tuple[int, ...]]:
     """Shapes of the gate's parameters. `num_heads`, `head_dim`: those of the gated tensor (K heads for g2 and g3).
 

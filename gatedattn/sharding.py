@@ -35,6 +35,7 @@ RULES = (
     (r"moe/down/kernel", "EFD"),
     (r"norm/weight|bias|sink|gates/\d+/table|score/kernel", ""),
     (r"ns_coeffs$", ""),  # Muon's three numbers
+    (r"^guard/", ""),
 )
 
 

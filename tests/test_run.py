@@ -37,9 +37,14 @@ for number, argv in enumerate(json.loads(sys.argv[1])):
         os.dup2(os.open(f"{number}.out", os.O_CREAT | os.O_WRONLY), 1)
         os.dup2(os.open(f"{number}.err", os.O_CREAT | os.O_WRONLY), 2)
         sys.argv = ["run.py", *argv]
-        absl.app.run(run.run, argv=sys.argv, flags_parser=run.parse)
+        code = 0
+        try:
+            absl.app.run(run.run, argv=sys.argv, flags_parser=run.parse)
+        except SystemExit as end:
+            code = end.code or 0
         sys.stdout.flush()
-        os._exit(0)
+        sys.stderr.flush()
+        os._exit(code)  # to take all these modules down again would cost seconds
     print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 """
 

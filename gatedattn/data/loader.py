@@ -7,6 +7,7 @@ with weights interleaved in proportion), packing.py cuts the rows out of tokeniz
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -20,7 +21,8 @@ from jaxtyping import Float64, Int64
 from gatedattn.config import ConfigError, DataConfig, suggest
 from gatedattn.data import backcopy, cache, sources, tokenizers
 from gatedattn.data.backcopy import Backcopy
-from gatedattn.data.packing import Packed, Stream
+from gatedattn.data.packing import Packed, Rows, Stream
+from gatedattn.data.records import Prepared
 from gatedattn.data.tokenizers import Tokenizer
 
 SYNTHETIC_VALID_ROWS = 1024
@@ -40,6 +42,7 @@ class Batches:
 
     batch_size: int
     fetch: Callable[[Int64[np.ndarray, "B"]], Batch] = field(repr=False)  # running row numbers -> rows
+    place: Callable[[Int64[np.ndarray, "B"]], dict[str, list[int]]] = field(repr=False)  # -> rows of each source
     num_rows: int | None
     num_tokens: int | None
     num_batches: int | None
@@ -50,16 +53,24 @@ class Batches:
             raise IndexError(
                 f"no batch {step}: there are {'endless' if self.num_batches is None else self.num_batches}, counted from 0"
             )
-        numbers = np.arange(step * self.batch_size, (step + 1) * self.batch_size)
-        return self.fetch(numbers[rows or slice(None)])
+        return self.fetch(self._numbers(step)[rows or slice(None)])
+
+    def locate(self, step: int) -> dict[str, list[int]]:
+        """Source -> the numbers of its rows in the batch of `step`: where to look for what is wrong with it."""
+        return self.place(self._numbers(step))
+
+    def _numbers(self, step: int) -> Int64[np.ndarray, "B"]:
+        return np.arange(step * self.batch_size, (step + 1) * self.batch_size)
 
 
 @dataclass(frozen=True)
 class Tokenized:
-    """A tokenized source: its packed rows by split ("train", "valid") and how much text they come from."""
+    """A tokenized source: its packed rows by split ("train", "valid") and how much text they come from. `fingerprint` changes
+    with the text."""
 
     name: str
-    packed: dict[str, Packed]
+    fingerprint: str
+    packed: dict[str, Rows]
     documents: dict[str, int]
     text_bytes: dict[str, int]  # UTF-8
 
@@ -77,6 +88,13 @@ class Data:
     task: Backcopy | None = None
 
     @property
+    def fingerprint(self) -> str:
+        """Changes with the text (or the task), not with the order in which it is read."""
+        if self.task is not None:
+            return cache.digest(self.task.tokenizer.content, self.task.unigram.tobytes(), self.task.bigram.tobytes())
+        return cache.digest(*(corpus.fingerprint for corpus in self.corpora))
+
+    @property
     def valid_bytes(self) -> dict[str, int]:
         """UTF-8 bytes of each source's held-out text: the denominator of bits per byte."""
         return {c.name: c.text_bytes["valid"] for c in self.corpora}
@@ -90,10 +108,8 @@ class Data:
             )
         shares = np.zeros(self.tokenizer.vocab_size)
         for corpus, weight in zip(self.corpora, self.weights):
-            stream = corpus.packed[
-                "train"
-            ].stream  # its tokens and its targets are the same multiset: BOS ends as well as begins
-            shares += weight * np.bincount(stream.tokens, minlength=len(shares)) / len(stream.tokens)
+            tokens = corpus.packed["train"].sample()
+            shares += weight * np.bincount(tokens, minlength=len(shares)) / len(tokens)
         return shares
 
     def summary(self) -> dict:
@@ -136,17 +152,28 @@ def load(
     specs = sources.parse(config.source)
     if specs[0].kind == "synthetic":
         return _synthetic(specs[0], config, seq_len, batch_size, seed, workdir, vocab_size)
-    opened = [sources.open_corpus(spec, config) for spec in specs]
+    prepared = {spec: Prepared(spec.name) for spec in specs if spec.kind == "prepared"}
+    opened = {spec: sources.open_corpus(spec, config) for spec in specs if spec.kind != "prepared"}
     kept = tokenizers.load(workdir) if workdir else None
-    tokenizer = _tokenizer(config, opened, kept)
+    tokenizer = choose_tokenizer(config, list(opened.values()), next((p.tokenizer for p in prepared.values()), kept))
+    for each in prepared.values():
+        each.check(tokenizer, seq_len, config.bos)
     _accept(tokenizer, config, vocab_size, kept, workdir)
-    corpora = tuple(_tokenize(str(s), c, tokenizer, config, seq_len) for s, c in zip(specs, opened))
+    corpora = tuple(
+        _prepared(str(s), prepared[s]) if s in prepared else _tokenize(str(s), opened[s], tokenizer, config, seq_len)
+        for s in specs
+    )
     trains = [c.packed["train"] for c in corpora]
     weights = np.array([spec.weight or len(packed) for spec, packed in zip(specs, trains)], float)
     order = _order([len(p) for p in trains], None if specs[0].weight is None else weights, seed)
+
+    def ordered(numbers) -> Int64[np.ndarray, "B"]:
+        return np.array([order[int(i)] for i in numbers], np.int64)
+
     train = Batches(
         batch_size,
-        lambda numbers: _gather(trains, np.array([order[int(i)] for i in numbers], np.int64)),
+        lambda numbers: _gather(trains, ordered(numbers)),
+        lambda numbers: _located(corpora, ordered(numbers)),
         sum(map(len, trains)),
         sum(p.num_tokens for p in trains),
         None,
@@ -155,7 +182,10 @@ def load(
     for corpus in corpora:
         packed = corpus.packed["valid"]
         count = math.ceil(len(packed) / batch_size)
-        valid[corpus.name] = Batches(batch_size, packed.rows, len(packed), packed.num_tokens, count)
+        place = functools.partial(_in_order, corpus.name)
+        valid[corpus.name] = Batches(batch_size, packed.rows, place, len(packed), packed.num_tokens, count)
+    if workdir and not kept:  # at the end: a start that was refused leaves nothing behind
+        tokenizer.save(workdir)
     return Data(tokenizer, train, valid, corpora, tuple((weights / weights.sum()).tolist()))
 
 
@@ -169,7 +199,20 @@ def _order(sizes: Sequence[int], weights: Sequence[float] | None, seed: int) -> 
     return grain.MapDataset.mix(parts, list(weights))
 
 
-def _gather(packed: Sequence[Packed], index: Int64[np.ndarray, "B"]) -> Batch:
+def _in_order(name: str, numbers: Int64[np.ndarray, "B"]) -> dict[str, list[int]]:
+    return {name: numbers.tolist()}
+
+
+def _located(corpora: Sequence[Tokenized], index: Int64[np.ndarray, "B"]) -> dict[str, list[int]]:
+    """Rows by their number over all corpora -> by source."""
+    ends = np.cumsum([len(c.packed["train"]) for c in corpora])
+    owner = np.searchsorted(ends, index, side="right")
+    return {
+        corpora[k].name: (index[owner == k] - (ends[k] - len(corpora[k].packed["train"]))).tolist() for k in np.unique(owner)
+    }
+
+
+def _gather(packed: Sequence[Rows], index: Int64[np.ndarray, "B"]) -> Batch:
     """Rows by their number over all of `packed`."""
     ends = np.cumsum([len(p) for p in packed])
     owner = np.searchsorted(ends, index, side="right")
@@ -181,28 +224,30 @@ def _gather(packed: Sequence[Packed], index: Int64[np.ndarray, "B"]) -> Batch:
     return batch
 
 
-def _tokenizer(config: DataConfig, corpora: list[sources.Corpus], kept: Tokenizer | None) -> Tokenizer:
-    """The run's own tokenizer where the configuration does not say exactly which, else the configured one."""
+def choose_tokenizer(config: DataConfig, corpora: list[sources.Corpus], kept: Tokenizer | None) -> Tokenizer:
+    """The tokenizer that is there already (`kept`, the run's or a prepared corpus's) where the configuration does not say
+    exactly which, else the configured one."""
     size = tokenizers.bpe_size(config.tokenizer)
     if size and isinstance(kept, tokenizers.Json) and kept.vocab_size <= size:
         return kept  # the training text may have changed since; the run's ids may not
     if kept and config.tokenizer.endswith((".json", ".model")) and not Path(config.tokenizer).expanduser().exists():
         return kept  # a run folder that moved to another machine
+    if size and not corpora:
+        raise ConfigError(f"data.tokenizer={config.tokenizer!r}: the prepared text is in other tokens already ({kept.file}, "
+                          f"{kept.vocab_size} ids): set data.tokenizer to the file in its folder")  # fmt: skip
     return _trained(config, corpora, size) if size else tokenizers.from_name(config.tokenizer)
 
 
 def _accept(
     tokenizer: Tokenizer, config: DataConfig, vocab_size: int | None, kept: Tokenizer | None, workdir: str | Path | None
 ) -> None:
-    """Save the tokenizer with the run, unless it has too many ids for the model or the run has another one."""
+    """Raise `ConfigError` if the tokenizer has too many ids for the model, or the run has another one."""
     if vocab_size is not None and tokenizer.vocab_size > vocab_size:
         raise ConfigError(f"the tokenizer has {tokenizer.vocab_size} ids but model.vocab_size={vocab_size}: set "
                           f"model.vocab_size={tokenizer.vocab_size} or more, or choose a smaller data.tokenizer")  # fmt: skip
     if kept and kept.fingerprint != tokenizer.fingerprint:
         raise ConfigError(f"{workdir} holds a run with another tokenizer ({kept.file}, {kept.vocab_size} ids) than data.source="
                           f"{config.source!r} with data.tokenizer={config.tokenizer!r}: use another workdir")  # fmt: skip
-    if workdir and not kept:
-        tokenizer.save(workdir)
 
 
 def _trained(config: DataConfig, corpora: list[sources.Corpus], size: int) -> Tokenizer:
@@ -212,6 +257,12 @@ def _trained(config: DataConfig, corpora: list[sources.Corpus], size: int) -> To
 
     key = cache.digest("bpe", tokenizers.hf.__version__, str(size), *(c.fingerprint for c in corpora))[:24]
     return tokenizers.load(cache.folder(Path(config.cache_dir).expanduser() / "tokenizers" / key, build))
+
+
+def _prepared(name: str, corpus: Prepared) -> Tokenized:
+    splits = corpus.about["splits"]
+    counts = ({split: about[key] for split, about in splits.items()} for key in ("documents", "text_bytes"))
+    return Tokenized(name, corpus.fingerprint, corpus.packed, *counts)
 
 
 def _tokenize(name: str, corpus: sources.Corpus, tokenizer: Tokenizer, config: DataConfig, seq_len: int) -> Tokenized:
@@ -248,7 +299,9 @@ def _tokenize(name: str, corpus: sources.Corpus, tokenizer: Tokenizer, config: D
         tokens = np.memmap(folder / f"{split}.tokens", dtype, mode="r")
         starts = np.load(folder / f"{split}.starts.npy", allow_pickle=False)
         packed[split] = Packed(Stream(tokens, starts), seq_len, tokenizer.bos_id, config.bos)
-    return Tokenized(name, packed, *({s: a[k] for s, a in about.items()} for k in ("documents", "text_bytes")))
+    return Tokenized(
+        name, corpus.fingerprint, packed, *({s: a[k] for s, a in about.items()} for k in ("documents", "text_bytes"))
+    )
 
 
 def _synthetic(spec: sources.Spec, config: DataConfig, seq_len: int, batch_size: int, seed: int, workdir, vocab_size) -> Data:
@@ -258,11 +311,15 @@ def _synthetic(spec: sources.Spec, config: DataConfig, seq_len: int, batch_size:
             f"data.source {spec}: the only synthetic source is synthetic:backcopy{suggest(spec.name, ['backcopy'])}"
         )
     task = backcopy.from_speeches()
-    _accept(task.tokenizer, config, vocab_size, tokenizers.load(workdir) if workdir else None, workdir)
-    train = Batches(batch_size, lambda numbers: task.rows(seed, "train", numbers, seq_len), None, None, None)
+    kept = tokenizers.load(workdir) if workdir else None
+    _accept(task.tokenizer, config, vocab_size, kept, workdir)
+    if workdir and not kept:
+        task.tokenizer.save(workdir)
+    place = functools.partial(_in_order, str(spec))
+    train = Batches(batch_size, lambda numbers: task.rows(seed, "train", numbers, seq_len), place, None, None, None)
     rows = SYNTHETIC_VALID_ROWS - SYNTHETIC_VALID_ROWS % batch_size or batch_size  # whole batches only: there is no end to pad
     # The held-out rows do not depend on the seed: runs with different seeds are compared on the same ones.
     valid = Batches(
-        batch_size, lambda numbers: task.rows(0, "valid", numbers, seq_len), rows, rows * seq_len, rows // batch_size
+        batch_size, lambda numbers: task.rows(0, "valid", numbers, seq_len), place, rows, rows * seq_len, rows // batch_size
     )
     return Data(task.tokenizer, train, {str(spec): valid}, task=task)

@@ -14,9 +14,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
-from jaxtyping import Int, Int64, Integer
+from jaxtyping import Int, Int32, Int64, Integer
 
 from gatedattn.config import ConfigError
 
@@ -35,6 +36,21 @@ class Stream:
         lengths = np.array([len(p) for p in parts], np.int64)
         tokens = np.concatenate(parts) if parts else np.zeros(0, np.int32)
         return cls(tokens, np.cumsum(lengths) - lengths)
+
+
+class Rows(Protocol):
+    """Rows of `seq_len` tokens at random access: from a stream in memory (`Packed`), or from records (`records.Records`)."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Targets in the loss over all rows: every token of the corpus is one exactly once."""
+
+    def __len__(self) -> int: ...
+
+    def rows(self, index: Int[np.ndarray, "B"]) -> dict[str, np.ndarray]: ...
+
+    def sample(self) -> Integer[np.ndarray, "n"]:
+        """Tokens, BOS among them, in which every one is as frequent as among the targets, or nearly so."""
 
 
 class Packed:
@@ -76,6 +92,20 @@ class Packed:
         """Targets in the loss over all rows: every token of the stream is one exactly once."""
         return len(self.stream.tokens)
 
+    def sample(self) -> Integer[np.ndarray, "n"]:
+        """All tokens: they and the targets are the same multiset, since BOS ends as well as begins."""
+        return self.stream.tokens
+
+    def windows(self, start: int, stop: int) -> Iterable[Int32[np.ndarray, "_"]]:
+        """What each of the rows from `start` to `stop` is made of: 1 if it begins with a BOS of its own, else 0; its tokens as they
+        stand in the stream; and the one that follows (BOS after the last)."""
+        tokens, n = self.stream.tokens, len(self.stream.tokens)
+        for first, overlap in zip(self.first[start:stop], self.overlaps[start:stop], strict=True):
+            end = [] if first + self.seq_len < n else [self.bos_id]
+            yield np.concatenate([[self.bos == "row" and overlap], tokens[first : first + self.seq_len + 1], end]).astype(
+                np.int32
+            )
+
     def rows(self, index: Int[np.ndarray, "B"]) -> dict[str, np.ndarray]:
         """Rows `index`: tokens, targets, segment_ids, positions i32[B, T] and loss_mask bool[B, T].
 
@@ -102,3 +132,33 @@ class Packed:
             "segment_ids": np.where(real, document - document[:, :1] + 1, 0).astype(np.int32),
             "positions": np.where(real, at - np.maximum(begins, first), 0).astype(np.int32),
         }
+
+
+def unpack(windows: Iterable[Int[np.ndarray, "_"]], seq_len: int, bos_id: int) -> dict[str, np.ndarray]:
+    """The batch of rows that `Packed.rows` makes, from their `Packed.windows`; an empty window is a row of padding.
+
+    A BOS begins a document: that none stands elsewhere is up to the tokenizer.
+    """
+    windows = list(windows)
+    whole = np.full((len(windows), seq_len + 1), bos_id, np.int32)
+    lengths, own = np.zeros(len(windows), np.int64), np.zeros(len(windows), bool)
+    for row, window in enumerate(windows):
+        if len(window):
+            own[row], lengths[row] = window[0], len(window) - 2
+            whole[row, : len(window) - 1] = window[1:]
+    place = np.arange(seq_len)
+    real = place < lengths[:, None]
+    tokens, targets = whole[:, :-1].copy(), np.where(real, whole[:, 1:], bos_id)
+    tokens[~real] = bos_id
+    tokens[own, 0] = bos_id
+    begins = tokens == bos_id
+    begins[:, 0] = True
+    loss_mask = real.copy()
+    loss_mask[own, 0] = False
+    return {
+        "tokens": tokens,
+        "targets": targets,
+        "loss_mask": loss_mask,
+        "segment_ids": np.where(real, np.cumsum(begins, axis=1), 0).astype(np.int32),
+        "positions": np.where(real, place - np.maximum.accumulate(np.where(begins, place, 0), axis=1), 0).astype(np.int32),
+    }

@@ -3,6 +3,7 @@
 tfds:NAME            a TFDS dataset stored as ArrayRecord, read without TensorFlow; NAME may be any that TFDS knows or finds in
                      TFDS_DATA_DIR; `sotu` is our own and needs no download
 text:GLOB            one UTF-8 file = one document
+prepared:DIR         either of the two, tokenized and packed beforehand by `python -m gatedattn prepare` (see records.py)
 synthetic:backcopy   see backcopy.py
 """
 
@@ -15,13 +16,14 @@ import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Protocol
 
 from gatedattn.config import ConfigError, DataConfig, suggest
 from gatedattn.data.cache import announce, digest, file_digest
 
-KINDS = ("tfds", "text", "synthetic")
+KINDS = ("tfds", "text", "prepared", "synthetic")
 EXAMPLES = "tfds:sotu, text:books/*.txt or synthetic:backcopy"
 READ_AT_ONCE = 64  # records; one by one, TFDS reads at 2 MB/s
 
@@ -66,7 +68,7 @@ def _parse_one(part: str) -> Spec:
         try:
             weight = float(last)
         except ValueError:
-            if kind != "text":  # a path may hold an @
+            if kind not in ("text", "prepared"):  # a path may hold an @
                 raise ConfigError(
                     f"data.source part {part!r}: weight {last!r} is not a number, write e.g. {kind}:{stem}@0.5"
                 ) from None
@@ -79,11 +81,15 @@ def _parse_one(part: str) -> Spec:
 
 class Corpus(Protocol):
     """`fingerprint` changes with the content or the split; `documents` yields the texts of "train" or "valid", always in the
-    same order."""
+    same order, all or those from number `start` to `stop`; `parts` cuts a split into such ranges of about `size` bytes of text:
+    (start, stop, bytes)."""
 
-    fingerprint: str
+    @property
+    def fingerprint(self) -> str: ...
 
-    def documents(self, split: str) -> Iterator[str]: ...
+    def documents(self, split: str, start: int = 0, stop: int | None = None) -> Iterator[str]: ...
+
+    def parts(self, split: str, size: int) -> list[tuple[int, int, int]]: ...
 
 
 def open_corpus(spec: Spec, config: DataConfig) -> Corpus:
@@ -113,8 +119,7 @@ class TextCorpus:
         paths = {os.path.relpath(p, root): Path(p) for p in sorted(found) if os.path.getsize(p) > 0}
         if not paths:
             raise ConfigError(f"data.source text:{self.pattern}: all {len(found)} files are empty")
-        sums = [part for name, path in paths.items() for part in (name, file_digest(path))]
-        self.fingerprint = digest("text", repr(valid_fraction), *sums)
+        self.paths = paths
         ranked = sorted(paths, key=_rank)
         count = sum(_rank(name) < valid_fraction for name in ranked)
         held_out = set(ranked[: min(max(count, 1), len(ranked) - 1)])
@@ -123,15 +128,32 @@ class TextCorpus:
             split: [p for name, p in paths.items() if (name in held_out) == (split == "valid")] for split in ("train", "valid")
         }
 
-    def documents(self, split):
+    @cached_property
+    def fingerprint(self) -> str:
+        sums = [part for name, path in self.paths.items() for part in (name, file_digest(path))]
+        return digest("text", repr(self.valid_fraction), *sums)
+
+    def documents(self, split, start=0, stop=None):
         if self.single:
             text = read_text(self.single)
             cut = self._cut(text)
-            yield text[:cut] if split == "train" else text[cut:]
+            yield from [text[:cut] if split == "train" else text[cut:]][start:stop]
             return
-        for path in self.files[split]:
+        for path in self.files[split][start:stop]:
             if text := read_text(path):
                 yield text
+
+    def parts(self, split, size):
+        if self.single:
+            share = 1 - self.valid_fraction if split == "train" else self.valid_fraction
+            return [(0, 1, int(share * os.path.getsize(self.single)))]
+        parts, start, total = [], 0, 0
+        for number, path in enumerate(self.files[split], 1):
+            total += os.path.getsize(path)
+            if total >= size or number == len(self.files[split]):
+                parts.append((start, number, total))
+                start, total = number, 0
+        return parts
 
     def _cut(self, text: str) -> int:
         """Where validation begins in a lone document: the paragraph, else line, else word that begins nearest to the aim, so
@@ -151,8 +173,12 @@ def _rank(name: str) -> float:
 
 
 def read_text(path: Path) -> str:
-    """A UTF-8 file, without BOM and with LF ends. Raises ConfigError with the place of a byte that is not UTF-8."""
-    raw = path.read_bytes()
+    """A UTF-8 file, without BOM and with LF ends. Raises ConfigError with the place of a byte that is not UTF-8, or if the file
+    cannot be read."""
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
     try:
         return raw.decode("utf-8").removeprefix("\ufeff").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
@@ -230,9 +256,25 @@ class TfdsCorpus:
             raise ConfigError(f"tfds:{self.name} has {count} training examples: too few to hold one out")
         return {"train": f"train[:{cut}]", "valid": f"train[{cut}:]"}
 
-    def documents(self, split):
+    def documents(self, split, start=0, stop=None):
         records = self.builder.as_data_source(split=self.splits[split])
-        for start in range(0, len(records), READ_AT_ONCE):
-            for record in records.__getitems__(range(start, min(start + READ_AT_ONCE, len(records)))):
+        stop = len(records) if stop is None else stop
+        for first in range(start, stop, READ_AT_ONCE):
+            for number, record in enumerate(records.__getitems__(range(first, min(first + READ_AT_ONCE, stop))), first):
                 if raw := record[self.feature]:
-                    yield raw.decode("utf-8") if isinstance(raw, bytes) else raw
+                    yield self._text(raw, number) if isinstance(raw, bytes) else raw
+
+    def _text(self, raw: bytes, number: int) -> str:
+        try:
+            return raw.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"tfds:{self.name}: example {number} is not UTF-8 at byte {error.start}") from None
+
+    def parts(self, split, size):
+        count = len(self.builder.as_data_source(split=self.splits[split]))
+        whole = self.builder.info.splits[self.splits[split].partition("[")[0]]
+        mean = max(whole.num_bytes / max(whole.num_examples, 1), 1)
+        step = max(int(size / mean), 1)
+        return [
+            (start, min(start + step, count), int((min(start + step, count) - start) * mean)) for start in range(0, count, step)
+        ]

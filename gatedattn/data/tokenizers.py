@@ -113,7 +113,9 @@ class Json(Tokenizer):
         self.content = content
         try:
             self.backend = hf.Tokenizer.from_str(content.decode())
-        except Exception as error:
+        except (KeyboardInterrupt, SystemExit, MemoryError):
+            raise
+        except BaseException as error:  # the library raises plain Exception, and its panics are not even that
             raise ConfigError(f"{origin}: not a tokenizer.json that `tokenizers` {hf.__version__} can read ({error})") from None
         self.backend.no_truncation()
         self.backend.no_padding()

@@ -121,7 +121,7 @@ def _open_run(path: Path, step: int | None = None) -> Source:
     # Wherever it was trained: without a sharding Orbax would look for the devices that saved it.
     here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), abstract)
-    with Checkpoints(path) as checkpoints:
+    with Checkpoints(path, read_only=True) as checkpoints:
         step = checkpoints.latest() if step is None else step
         if step is None:
             raise ConfigError(f"{path} holds no finished checkpoint: train first")

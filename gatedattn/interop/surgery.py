@@ -23,15 +23,9 @@ from jaxtyping import Array, PyTree
 
 from gatedattn import gates as gates_lib
 from gatedattn import sharding
-from gatedattn.gates import ACTIVATIONS, GateSpec
+from gatedattn.gates import GateSpec, is_identity
 from gatedattn.interop.build import flat_parameters
 from gatedattn.transformer import Transformer
-
-
-def is_identity(spec: GateSpec) -> bool:
-    """Whether a fresh gate changes nothing: its logits start at 0, and scale * activation(0) is 1 (multiply) or 0 (add)."""
-    score = np.float32(spec.scale) * np.float32(ACTIVATIONS[spec.activation](jnp.float32(0)))
-    return spec.init == "zeros" and score == (1 if spec.op == "multiply" else 0)
 
 
 def identity_start(spec: GateSpec) -> GateSpec:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+import time
 
+import jax
 from tqdm import tqdm
 
 from gatedattn.config import RunConfig
@@ -87,3 +90,26 @@ class Progress:
     def close(self) -> None:
         if self.bar is not None:
             self.bar.close()
+
+
+class Clock:
+    """Steps per second between logged steps, time spent on evaluation, probes and checkpoints left out."""
+
+    def __init__(self, step: int):
+        self.step, self.time = step, time.perf_counter()
+
+    def rate(self, step: int) -> float | None:
+        """Steps a second since the last call; None if no step lies between."""
+        now = time.perf_counter()
+        done, seconds = step - self.step, now - self.time
+        self.step, self.time = step, now
+        return done / seconds if done and seconds > 0 else None
+
+    @contextlib.contextmanager
+    def paused(self, state):
+        jax.block_until_ready(state)
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.time += time.perf_counter() - began

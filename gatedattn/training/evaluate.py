@@ -24,16 +24,26 @@ def perplexity(loss: float) -> float:
     return math.exp(loss) if loss < 700 else math.inf
 
 
-def evaluate(eval_step: Callable, params: PyTree, data: Data, place: Placement, batches: int = 0) -> list[dict]:
+def evaluate(
+    eval_step: Callable,
+    params: PyTree,
+    data: Data,
+    place: Placement,
+    batches: int = 0,
+    stop: Callable[[], bool] = lambda: False,
+) -> list[dict] | None:
     """A line of eval.jsonl (without its step) per held-out set, over its first `batches` batches (0: all of them):
 
     set, loss (mean cross-entropy in nats per token), perplexity, accuracy, tokens, and bits_per_byte = ce_sum / ln 2 / bytes of
     text. Over a part of the set, its bytes are taken as the same part of the set's bytes as its tokens are of the set's tokens.
+    None if `stop` becomes true in between.
     """
     lines = []
     for name, held_out in data.valid.items():
         total = None
         for index in range(min(batches or held_out.num_batches, held_out.num_batches)):
+            if stop():
+                return None
             sums = eval_step(params, place.put(held_out(index)))
             total = sums if total is None else jax.tree.map(jnp.add, total, sums)
         total = {key: float(value) for key, value in jax.device_get(total).items()}

@@ -3,35 +3,51 @@
 from __future__ import annotations
 
 import contextlib
-import math
+import dataclasses
+import json
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jaxtyping import PyTree
 
 from gatedattn import data as data_lib
-from gatedattn import kernels, transformer
+from gatedattn import transformer
 from gatedattn.config import ConfigError, RunConfig, to_mapping
 from gatedattn.data import Data
-from gatedattn.training import console, evaluate, recorder
+from gatedattn.training import console, evaluate, guard, initial, recorder, resume
 from gatedattn.training import step as steps
-from gatedattn.training.checkpoint import Checkpoints
+from gatedattn.training import workdir as workdir_lib
+from gatedattn.training.checkpoint import Checkpoints, NotSaved
 from gatedattn.training.console import say
 from gatedattn.training.hardware import peak_flops
+from gatedattn.training.initial import Origin
 from gatedattn.training.interrupt import Interrupt
-from gatedattn.training.placement import Placement
+from gatedattn.training.setup import prepare
 
 BATCH_KEYS = ("tokens", "targets", "loss_mask", "segment_ids", "positions")  # what a training step reads
 
 
+REMEDY = (
+    "Try a lower optimizer.learning_rate, more optimizer.warmup_steps or a smaller optimizer.clip_norm, in a new workdir or with "
+    "--config.checkpoint.may_change=optimizer.*; if the data is to blame, guard.action=rewind passes over it"
+)
+
+
 class Diverged(Exception):
-    """The loss is no longer finite."""
+    """Too many steps in a row were bad."""
+
+
+class _Streak(NamedTuple):
+    """Skipped steps in a row: the last one, and how many."""
+
+    step: int
+    length: int
 
 
 @dataclass(frozen=True)
@@ -44,59 +60,25 @@ class Result:
     signum: int | None = None
 
 
-def prepare(
-    config: RunConfig, workdir: str | Path | None, devices: Sequence[jax.Device] | None = None
-) -> tuple[Data, Placement, dict]:
-    """Everything that can be wrong with a run before something is compiled: platform, kernel, mesh, data.
-
-    Returns the data, the placement, and what config.json tells besides the configuration. Raises `ConfigError`.
-    """
-    wanted = config.train.platform
-    try:
-        found = jax.default_backend()
-    except RuntimeError as error:
-        raise ConfigError(f"JAX finds no device: {str(error).splitlines()[0]}") from None
-    if wanted not in ("any", found):
-        raise ConfigError(
-            f"train.platform={wanted}, but JAX found only {found}: install JAX for {wanted}, or set train.platform=any"
-        )
-    place = Placement.of(config, devices or jax.devices())
-    try:
-        kernel, passed = kernels.choose(config.model.kernel, attention_request(config, place))
-    except ValueError as error:
-        raise ConfigError(f"model.{error}") from None
-    data = data_lib.load(
-        config.data,
-        seq_len=config.train.seq_len,
-        batch_size=config.train.batch_size,
-        seed=config.train.seed,
-        workdir=workdir,
-        vocab_size=config.model.vocab_size,
-    )
-    return data, place, recorder.environment(place.devices) | {"kernel": kernel, "kernels_passed_over": passed}
-
-
-def attention_request(config: RunConfig, place: Placement) -> kernels.Request:
-    """What a run will ask of an attention kernel."""
-    model, ways = config.model, place.mesh.shape["context"] if place.mesh else 1
-    return kernels.Request(
-        place.platform, model.dtype, model.head_dim, True, model.window, model.sink != "none", ways, config.train.seq_len
-    )
-
-
-def train(config: RunConfig, workdir: str | Path, devices: Sequence[jax.Device] | None = None) -> Result:
+def train(
+    config: RunConfig, workdir: str | Path, devices: Sequence[jax.Device] | None = None, origin: Origin | None = None
+) -> Result:
     """Train to `train.steps`, on all devices or those given.
 
-    The same call goes on where an interrupted one stopped, bit for bit as if it had not been. The host stays one step behind
-    the device: it reads a logged step's metrics after the next step is dispatched. Ctrl-C and SIGTERM finish the step, save it
-    and return. The last step is always evaluated, probed and saved.
+    The same call goes on where an interrupted one stopped, bit for bit as if it had not been. A new run begins with the
+    parameters of `origin`, if there is one. The host stays one step behind the device: it reads a logged step's metrics after the
+    next step is dispatched. Ctrl-C and SIGTERM finish the step, save it and return. The last step is always evaluated, probed
+    and saved.
 
-    Raises `ConfigError` before anything is compiled if the run cannot start, `Diverged` once the loss is not finite.
+    Raises `ConfigError` before anything is compiled if the run cannot start (a new one with `config.train.init_from` needs its
+    `origin`: the caller opens it, since formats are known further up), `Diverged` after `guard.patience` bad steps in a
+    row, `NotSaved` if the last checkpoint could not be written.
     """
     workdir = Path(workdir)
-    data, place, about = prepare(config, workdir, devices)
-    with place.scope(), Checkpoints(workdir, config.checkpoint.keep) as checkpoints:
-        return _Run(config, workdir, data, place, about, checkpoints).train()
+    with workdir_lib.opened(workdir):
+        data, place, about = prepare(config, workdir, devices)
+        with place.scope(), Checkpoints(workdir, config.checkpoint) as checkpoints:
+            return _Run(config, workdir, data, place, about, checkpoints, origin).train()
 
 
 def evaluate_checkpoint(config: RunConfig, workdir: str | Path, devices: Sequence[jax.Device] | None = None) -> list[dict]:
@@ -107,7 +89,7 @@ def evaluate_checkpoint(config: RunConfig, workdir: str | Path, devices: Sequenc
     if not (Path(workdir) / "checkpoints").is_dir():
         raise ConfigError(f"{workdir} holds no checkpoint: train first, or give the --workdir of a run")
     data, place, _ = prepare(config, workdir, devices)
-    with place.scope(), Checkpoints(workdir, config.checkpoint.keep) as checkpoints:
+    with place.scope(), Checkpoints(workdir, read_only=True) as checkpoints:
         step = checkpoints.latest()
         if step is None:
             raise ConfigError(f"{workdir} holds no finished checkpoint: train first, or give the --workdir of a run")
@@ -120,31 +102,40 @@ def evaluate_checkpoint(config: RunConfig, workdir: str | Path, devices: Sequenc
 class _Run:
     """The parts of one run, and what happens to them in order."""
 
-    def __init__(self, config, workdir, data, place, about, checkpoints):
+    def __init__(self, config, workdir, data, place, about, checkpoints, origin):
         self.config, self.workdir, self.data = config, workdir, data
         self.place, self.about, self.checkpoints = place, about, checkpoints
-        self.steps = config.train.steps
+        self.origin, self.steps = origin, config.train.steps
+        self.passed_over = resume.PassedOver(workdir)
+        self.saved_about = {"tokenizer": data.tokenizer.fingerprint, "data": data.fingerprint}
         self.eval_step = jax.jit(steps.make_eval_step(config))
         self.probe_step = jax.jit(evaluate.make_probe_step(config))
+        self.abstract = jax.eval_shape(steps.make_init(config))
         self.last: dict[str, Any] = {}  # the newest heads line and eval lines, for the summary
 
     def train(self) -> Result:
         config, summary = self.config, self.data.summary()
         counts = transformer.count(config.model)
         self.flops_per_token = transformer.flops_per_token(config.model, config.train.seq_len)
-        state, start = self.start()
         console.banner(config, self.workdir, counts, summary, self.about)
-        if start:
-            self.announce_resume(start)
-        if start >= self.steps:
+        state, start = self.start()
+        if start >= self.steps and not self.owed(start):
             say(f"nothing to do: this run has taken {start} of {self.steps} steps; raise train.steps to go on")
             return Result(state.params, self.data, start)
 
-        self.recorder = recorder.Recorder(self.workdir, config, self.about | counts | {"data_summary": summary}, start)
+        about = self.about | counts | {"data_summary": summary}
+        try:
+            self.recorder = recorder.Recorder(self.workdir, config, about, start)
+        except OSError as error:
+            raise ConfigError(
+                f"--workdir={self.workdir} cannot be written ({error.strerror}): make room, or give another"
+            ) from None
         self.progress = console.Progress(start, self.steps)
         try:
             with Interrupt() as interrupt:
-                result = self.run(state, start, interrupt)
+                self.interrupt = interrupt
+                result = self.run(state, start)
+                self.checkpoints.finish()
         finally:
             self.progress.close()
             self.recorder.close()
@@ -155,49 +146,86 @@ class _Run:
             say(f"{name}: stopped after step {result.step} and saved it. The same command goes on from there.")
         return result
 
+    def new(self) -> steps.TrainState:
+        if self.config.train.init_from and self.origin is None:
+            raise ConfigError(
+                f"train.init_from={self.config.train.init_from}: loop.train needs the opened model as its `origin`"
+            )
+        state = steps.initialize(self.config, self.place.shardings(self.abstract))
+        if self.origin is None:
+            return state
+        return state._replace(params=initial.begin(self.config.model, state.params, self.origin, self.data.tokenizer))
+
     def start(self) -> tuple[steps.TrainState, int]:
-        """The state to begin with and its step: the newest checkpoint, or a new one."""
-        abstract = jax.eval_shape(steps.make_init(self.config))
+        """The state to begin with and its step: the newest intact checkpoint, or a new one."""
         step = self.checkpoints.latest()
         if step is None:
-            return steps.initialize(self.config, self.place.shardings(abstract)), 0
-        return self.checkpoints.restore(self.place.on_devices(abstract), step), step
+            return self.new(), 0
+        self.check_settings(step)
+        state = self.checkpoints.restore(self.place.on_devices(self.abstract))
+        step = int(state.step)
+        say(f"  resuming     from step {step}")
+        for key, (was, now) in self.changes.items():
+            say(f"               {key} was {was!r} and is now {now!r}")
+        return state, step
 
-    def announce_resume(self, start: int) -> None:
-        say(f"  resuming     from step {start}")
-        with contextlib.suppress(OSError, ConfigError, KeyError, ValueError):
-            before, now = to_mapping(recorder.read_config(self.workdir)), to_mapping(self.config)
-            for group, values in now.items():
-                for name, value in values.items() if isinstance(values, dict) else ():
-                    if before[group][name] != value:
-                        say(f"               {group}.{name} was {before[group][name]!r} and is now {value!r}")
+    def check_settings(self, step: int) -> None:
+        """Raise `ConfigError` unless settings, tokenizer and data are those of the run."""
+        try:
+            saved = json.loads((self.workdir / "config.json").read_text())
+            saved = {f.name: saved[f.name] for f in dataclasses.fields(RunConfig) if f.name in saved}
+        except (OSError, ValueError, TypeError):
+            saved = to_mapping(self.config)
+            say(
+                f"  WARNING      {self.workdir}/config.json cannot be read: not checked whether the settings are those of the run"
+            )
+        self.changes = resume.check(self.config, saved, self.workdir, step)
+        try:
+            about = self.checkpoints.about(step)
+        except ConfigError:
+            return  # a damaged checkpoint; the restore will say so
+        resume.check_data(self.config, about, self.saved_about, self.workdir, step)
 
     def compile(self, state: steps.TrainState):
         """The train step, compiled for this state. Done apart from the first step, so that its seconds can be told."""
         say("compiling the training step ...")
         began = time.perf_counter()
-        shardings = self.place.shardings(jax.eval_shape(lambda: state))
+        shardings = self.place.shardings(self.abstract)
         step = jax.jit(steps.make_train_step(self.config), donate_argnums=0, out_shardings=shardings and (shardings, None))
         compiled = step.lower(state, self.batch(0)).compile()
         say(f"compiled in {time.perf_counter() - began:.1f} s")
         return compiled
 
     def batch(self, step: int) -> steps.Batch:
-        batch = self.data.train(step)
+        batch = self.data.train(self.passed_over.batch_number(step))
         return self.place.put({key: batch[key] for key in BATCH_KEYS})
 
-    def run(self, state: steps.TrainState, start: int, interrupt: Interrupt) -> Result:
-        config = self.config
+    def run(self, state: steps.TrainState, start: int) -> Result:
+        """All steps, and again those that follow a checkpoint to which the run was rewound."""
+        for do in self.owed(start):
+            do(start, state)
+        if start >= self.steps:
+            return Result(state.params, self.data, start, self.interrupt.signum)
         train_step = self.compile(state)
-        self.clock = _Clock(start)
+        while isinstance(end := self.run_from(train_step, state, start), _Streak):
+            del state  # its memory is needed
+            state, start = self.rewind(end)
+        return end
+
+    def run_from(self, train_step, state: steps.TrainState, start: int) -> Result | _Streak:
+        config, interrupt = self.config, self.interrupt
+        if interrupt.signum:
+            return Result(state.params, self.data, start, interrupt.signum)
+        self.clock = console.Clock(start)
+        self.told = int(state.guard.bad)
         pending = None  # (step, metrics on the device) not yet read
         with contextlib.closing(data_lib.prefetch(self.batch, start, self.steps)) as batches:
             for step, batch in enumerate(batches, start + 1):
                 state, metrics = train_step(state, batch)
                 self.progress.advance()
                 last = step == self.steps
-                if pending:
-                    self.log(*pending)
+                if pending and (streak := self.log(*pending)):
+                    return streak
                 logged = step % config.train.log_every == 0 or step == 1 or last
                 pending = (step, metrics) if logged else None
 
@@ -205,25 +233,75 @@ class _Run:
                 evaluates, probes, saves = due
                 if not (any(due) or interrupt.signum):
                     continue
-                if pending:
-                    self.log(*pending)
-                    pending = None
+                if pending and (streak := self.log(*pending)):
+                    return streak
+                pending = None
                 with self.clock.paused(state):
-                    _check_finite(step, metrics)
                     if evaluates:
                         self.evaluate(step, state)
-                    if probes:
+                    if probes and not interrupt.signum:
                         self.probe(step, state)
                     if saves or interrupt.signum:
-                        self.checkpoints.save(state, config)
-                if interrupt.signum and not last:
+                        self.save(state, last)
+                if interrupt.signum:
                     return Result(state.params, self.data, step, interrupt.signum)
         return Result(state.params, self.data, self.steps)
 
-    def log(self, step: int, metrics: dict) -> None:
-        """Read a step's metrics off the device and write its line."""
-        config = self.config
-        values = {name: np.asarray(value).tolist() for name, value in jax.device_get(metrics).items()}
+    def owed(self, start: int) -> list[Callable]:
+        """What was due at the step that was saved last, if a signal came before it was done."""
+        owed = []
+        for group, name, do in ((self.config.eval, "eval", self.evaluate), (self.config.probe, "heads", self.probe)):
+            due = start == self.steps or start > 0 and _due(group.every, start)
+            if due and not any(
+                line.get("step") == start for line in recorder.read_lines(self.workdir / f"{name}.jsonl")[-100:]
+            ):
+                owed.append(do)
+        return owed
+
+    def save(self, state: steps.TrainState, last: bool) -> None:
+        self.recorder.sync()
+        about = self.saved_about | {"passed_over": self.passed_over.events}
+        self.tell_of_saves(self.checkpoints.finish)  # that of the save before, should it have failed
+        self.tell_of_saves(lambda: self.checkpoints.save(state, self.config, about), fatal=last or bool(self.interrupt.signum))
+
+    def tell_of_saves(self, action: Callable[[], None], fatal: bool = False) -> None:
+        try:
+            action()
+        except NotSaved as error:
+            if fatal:
+                raise
+            say(f"WARNING: {error}; training goes on, older checkpoints are as they were")
+
+    def rewind(self, streak: _Streak) -> tuple[steps.TrainState, int]:
+        """The state of the last checkpoint before a streak of bad steps, whose batches are left out from now on."""
+        first, last = streak.step - streak.length + 1, streak.step
+        self.tell_of_saves(self.checkpoints.finish)
+        before = [step for step in self.checkpoints.steps() if step < first]
+        if not before and self.checkpoints.steps():
+            raise Diverged(
+                f"{streak.length} bad steps in a row up to step {last}, and no checkpoint from before them: {REMEDY}"
+            )
+        target = before[-1] if before else 0
+        batches = [self.passed_over.batch_number(step - 1) for step in range(first, last + 1)]
+        rows = {str(number): self.data.train.locate(number) for number in batches}
+        # In this order: killed in between, the run meets the same rows again and ends up here again.
+        self.checkpoints.delete_after(target)
+        self.passed_over.add(batches, {"bad_steps": [first, last], "rewound_to": target, "rows": rows})
+        self.recorder.rewind(target)
+        say(f"rewinding to step {target}: {streak.length} bad steps in a row up to step {last}; their batches are left out from now on "
+            f"(see {self.passed_over.path})")  # fmt: skip
+        self.progress.close()
+        self.progress = console.Progress(target, self.steps)
+        if not before:
+            return self.new(), 0
+        return self.checkpoints.restore(self.place.on_devices(self.abstract), target), target
+
+    def log(self, step: int, metrics: dict) -> _Streak | None:
+        """Read a step's metrics off the device and write its line, and one for each bad step up to it. Returns the streak of
+        skipped steps that is too long to go on."""
+        config, values = self.config, jax.device_get(metrics)
+        watch = values.pop("guard")
+        values = {name: np.asarray(value).tolist() for name, value in values.items()}
         line = {"step": step, "tokens": step * config.tokens_per_step}
         line |= {name: values.pop(name) for name in ("loss", "ce", "z_loss")}
         line["perplexity"] = evaluate.perplexity(line["ce"])
@@ -235,13 +313,40 @@ class _Run:
         if rows := self.data.train.num_rows:
             line["epoch"] = step * config.train.batch_size / rows
         line["loss_tokens"] = int(values.pop("tokens"))
-        line |= values
+        line |= values | {"bad_steps": int(watch.bad), "skipped_steps": int(watch.skipped)}
         self.recorder.metrics(line)
         self.progress.metrics(line)
-        _check_finite(step, line)
+        self.log_bad_steps(watch)
+        self.tell_of_saves(self.checkpoints.check)
+        streak = _Streak(step, int(watch.in_row))
+        if streak.length < config.guard.patience:
+            return None
+        if config.guard.action == "rewind" and len(self.passed_over) < config.guard.rewinds:
+            return streak
+        raise Diverged(
+            f"{streak.length} steps in a row were bad and skipped, the last is {step} (bad_steps.jsonl says why). {REMEDY}"
+            + f"; it was rewound {len(self.passed_over)} times already" * bool(self.passed_over)
+        )
+
+    def log_bad_steps(self, watch: guard.GuardState) -> None:
+        lines = guard.records(watch, self.told)
+        skips = "skipped" if self.config.guard.skip == "spikes" else "applied"
+        for line in lines:
+            line["update"] = "skipped" if line["reason"] == guard.REASONS[guard.NONFINITE] else skips
+            line["batch"] = self.passed_over.batch_number(line["step"] - 1)
+            self.recorder.bad_step(line | {"rows": self.data.train.locate(line["batch"])})
+        if lines:
+            first, count = lines[0], int(watch.bad) - self.told
+            say(f"step {first['step']}: {first['reason']} (loss {first['loss']:.4g}, grad norm {first['grad_norm']:.4g}), update "
+                f"{first['update']}" + f"; {count - 1} more" * (count > 1) + "; rows in bad_steps.jsonl")  # fmt: skip
+        self.told = int(watch.bad)
 
     def evaluate(self, step: int, state: steps.TrainState) -> None:
-        lines = evaluate.evaluate(self.eval_step, state.params, self.data, self.place, self.config.eval.batches)
+        """Held-out loss; nothing if a signal comes before the end, to be made up for when the run goes on."""
+        batches, stop = self.config.eval.batches, lambda: self.interrupt.signum is not None
+        lines = evaluate.evaluate(self.eval_step, state.params, self.data, self.place, batches, stop)
+        if lines is None:
+            return
         self.last["eval"] = [{"step": step} | line for line in lines]
         for line in self.last["eval"]:
             self.recorder.evaluation(line)
@@ -255,15 +360,15 @@ class _Run:
 
     def summarize(self) -> None:
         say("finished")
-        for line in self.last["eval"]:
+        for line in self.last.get("eval", ()):  # absent where a run only made up for its last probe
             bits = f", {line['bits_per_byte']:.3f} bits per byte" if "bits_per_byte" in line else ""
             say(f"  held-out loss   {line['loss']:.4f} ({line['set']}){bits}")
-        heads = self.last["heads"]
-        say(f"  mean bos_share  {np.mean(heads['bos_share']):.3f}, sink_rate {heads['sink_rate']:.2f}")
-        gates = heads.get("gate_mean")
-        for spec, mean in gates.items() if isinstance(gates, dict) else [("", gates)] if gates is not None else ():
-            say(f"  mean gate       {np.mean(mean):.3f} {spec}".rstrip())
-        say(f"  max activation  {np.max(heads['activation_max']):.4g}")
+        if heads := self.last.get("heads"):
+            say(f"  mean bos_share  {np.mean(heads['bos_share']):.3f}, sink_rate {heads['sink_rate']:.2f}")
+            gates = heads.get("gate_mean")
+            for spec, mean in gates.items() if isinstance(gates, dict) else [("", gates)] if gates is not None else ():
+                say(f"  mean gate       {np.mean(mean):.3f} {spec}".rstrip())
+            say(f"  max activation  {np.max(heads['activation_max']):.4g}")
         say(
             f"  files           {self.workdir}: config.json, metrics.jsonl, heads.jsonl, eval.jsonl, checkpoints/, tensorboard/"
         )
@@ -271,34 +376,3 @@ class _Run:
 
 def _due(every: int, step: int) -> bool:
     return every > 0 and step % every == 0
-
-
-def _check_finite(step: int, metrics: dict) -> None:
-    if not math.isfinite(metrics["loss"]) or not math.isfinite(metrics["grad_norm"]):
-        raise Diverged(
-            f"the loss or its gradient is not finite at step {step} and will not recover. The newest checkpoint is from "
-            "before. Try a lower optimizer.learning_rate, more optimizer.warmup_steps or a smaller optimizer.clip_norm"
-        )
-
-
-class _Clock:
-    """Steps per second between logged steps, time spent on evaluation, probes and checkpoints left out."""
-
-    def __init__(self, step: int):
-        self.step, self.time = step, time.perf_counter()
-
-    def rate(self, step: int) -> float | None:
-        """Steps a second since the last call; None if no step lies between."""
-        now = time.perf_counter()
-        done, seconds = step - self.step, now - self.time
-        self.step, self.time = step, now
-        return done / seconds if done and seconds > 0 else None
-
-    @contextlib.contextmanager
-    def paused(self, state):
-        jax.block_until_ready(state)
-        began = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.time += time.perf_counter() - began

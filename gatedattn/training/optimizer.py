@@ -69,6 +69,16 @@ def _scale_by_shape(update, dimensions: MuonDimensionNumbers):
     return update * max(1, fan_out / fan_in) ** 0.5
 
 
+def scale_by_rate(rate: optax.Schedule, factor: float = 1.0) -> optax.GradientTransformationExtraArgs:
+    """Multiply by -factor * rate(step), the step given to `update(..., step=)`: a schedule with a counter of its own would fall
+    behind the run whenever a step's update is not applied."""
+
+    def update(updates, state, params=None, *, step, **_):
+        return jax.tree.map(lambda u: (-factor * rate(step) * u).astype(u.dtype), updates), state
+
+    return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+
+
 def _muon(config: OptimizerConfig, rate: optax.Schedule) -> optax.GradientTransformation:
     """Orthogonalised momentum (Jordan et al., 2024), scaled by sqrt(max(1, out / in)) as in the authors' code."""
     ratio = config.muon_learning_rate / config.learning_rate
@@ -77,19 +87,22 @@ def _muon(config: OptimizerConfig, rate: optax.Schedule) -> optax.GradientTransf
         scale_by_muon(beta=config.muon_momentum, weight_dimension_numbers=_muon_dimensions),
         optax.stateless(lambda updates, _: jax.tree.map(_scale_by_shape, updates, _muon_dimensions(updates))),
         optax.add_decayed_weights(config.weight_decay, decay_mask(config)),
-        optax.scale_by_learning_rate(lambda step: ratio * rate(step)),
+        scale_by_rate(rate, ratio),
     )
 
 
-def build(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
+def build(config: OptimizerConfig, steps: int) -> optax.GradientTransformationExtraArgs:
     """Clip by global norm, then AdamW, or Muon for the matrices of attention and MLPs and AdamW for everything else.
 
-    Weight decay multiplies the learning rate and skips parameters whose path matches `config.no_decay`.
+    Weight decay multiplies the learning rate and skips parameters whose path matches `config.no_decay`. Its `update` takes the
+    step (from 0), at which the schedule is read: `tx.update(grads, state, params, step=step)`.
     """
     rate = schedule(config, steps)
-    update = optax.adamw(
-        rate, config.b1, config.b2, config.eps, weight_decay=config.weight_decay, mask=decay_mask(config)
-    )  # fmt: skip
+    update = optax.chain(  # optax.adamw, but for the step
+        optax.scale_by_adam(config.b1, config.b2, config.eps),
+        optax.add_decayed_weights(config.weight_decay, decay_mask(config)),
+        scale_by_rate(rate),
+    )
     if config.name == "muon":
 
         def labels(params):

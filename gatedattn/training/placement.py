@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import jax
 from jax.experimental import mesh_utils
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from gatedattn import sharding
 from gatedattn.config import ConfigError, MeshConfig, RunConfig
@@ -119,10 +119,10 @@ class Placement:
         return sharding.shardings(abstract, self.mesh) if self.mesh else None
 
     def on_devices(self, abstract):
-        """An abstract tree with its shardings filled in: the target of a restore."""
-        if self.mesh is None:
-            return abstract
-        shardings = self.shardings(abstract)
+        """An abstract tree with its shardings filled in: the target of a restore. On a single device too: without a sharding
+        Orbax would look for the devices that saved it."""
+        one = SingleDeviceSharding(self.devices[0])
+        shardings = self.shardings(abstract) if self.mesh else jax.tree.map(lambda _: one, abstract)
         return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), abstract, shardings)
 
     def put(self, batch: dict) -> dict:

@@ -1,6 +1,6 @@
-"""What a run leaves behind: config.json, metrics.jsonl, heads.jsonl, eval.jsonl and TensorBoard events.
+"""What a run leaves behind: config.json, metrics.jsonl, heads.jsonl, eval.jsonl, bad_steps.jsonl and TensorBoard events.
 
-Every line of a .jsonl file is complete JSON, flushed at once. JSON has no NaN: a value that is not finite is written as null.
+Every line of a .jsonl file is complete JSON, handed to the system at once. JSON has no NaN: a value that is not finite is written as null.
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ from pathlib import Path
 
 import jax
 import numpy as np
-from tensorboardX import SummaryWriter
+from tensorboardX import summary as board
 
 from gatedattn.config import RunConfig, from_mapping, to_mapping
+from gatedattn.training.journal import Journal
 
-FILES = ("metrics.jsonl", "heads.jsonl", "eval.jsonl")
+FILES = ("metrics.jsonl", "heads.jsonl", "eval.jsonl", "bad_steps.jsonl")
+NUMBERS = (int, float, np.number)
 SINK = 0.3  # a head whose bos_share exceeds this is an attention sink
 
 
@@ -56,11 +58,13 @@ def heads_line(step: int, probe: dict) -> dict:
 def read_lines(path: str | Path) -> list[dict]:
     """The lines of a .jsonl file; one that a crash cut short is left out. An absent file has none."""
     lines = []
-    for text in Path(path).read_text().splitlines() if Path(path).exists() else ():
+    for text in Path(path).read_text(errors="replace").splitlines() if Path(path).exists() else ():
         try:
-            lines.append(json.loads(text))
-        except json.JSONDecodeError:
+            line = json.loads(text)
+        except (ValueError, RecursionError):
             continue
+        if isinstance(line, dict):
+            lines.append(line)
     return lines
 
 
@@ -102,17 +106,28 @@ def git_revision() -> str | None:
 
 
 class Recorder:
-    """Writes the files of a run. `step` is where the run begins: later lines, left by a run that went further before it was
-    killed, are removed, so that each step stands once. `about` joins the configuration in config.json."""
+    """Writes the files of a run, from its first process; the others' recorders do nothing. `step` is where the run begins: later
+    lines, left by a run that went further before it was killed, are removed, so that each step stands once. `about` joins the
+    configuration in config.json. Raises OSError if the folder cannot be written; once it has been, a full disk raises nothing."""
 
     def __init__(self, workdir: str | Path, config: RunConfig, about: dict, step: int = 0):
-        self.workdir = Path(workdir)
+        self.workdir, self.journal = Path(workdir), None
+        if jax.process_index() != 0:
+            return
         self.workdir.mkdir(parents=True, exist_ok=True)
+        _write(self.workdir / "config.json", json.dumps(finite(to_mapping(config) | about), indent=2, allow_nan=False) + "\n")
+        self._open(step)
+
+    def _open(self, step: int) -> None:
         for name in FILES:
             _truncate(self.workdir / name, step)
-        _write(self.workdir / "config.json", json.dumps(finite(to_mapping(config) | about), indent=2, allow_nan=False) + "\n")
-        self.files = {name: open(self.workdir / name, "a") for name in FILES}
-        self.board = SummaryWriter(str(self.workdir / "tensorboard"), purge_step=step + 1 if step else None)
+        self.journal = Journal(self.workdir, FILES, purge_step=step + 1 if step else None)
+
+    def rewind(self, step: int) -> None:
+        """Take back the lines of later steps."""
+        if self.journal:
+            self.journal.close()
+            self._open(step)
 
     def metrics(self, line: dict) -> None:
         """One line of metrics.jsonl; must hold "step"."""
@@ -124,32 +139,41 @@ class Recorder:
         self._line("eval.jsonl", line)
         self._scalars(f"eval/{line['set']}", line, line["step"])
 
+    def bad_step(self, line: dict) -> None:
+        """One line of bad_steps.jsonl; must hold "step"."""
+        self._line("bad_steps.jsonl", line)
+
     def heads(self, line: dict) -> None:
         """One line of heads.jsonl, as `heads_line` makes it."""
         self._line("heads.jsonl", line)
         step, gate = line["step"], line.get("gate_mean")
         gates = {"gate_mean": gate} if not isinstance(gate, dict) else {f"gate_mean/{spec}": v for spec, v in gate.items()}
-        summary = {"sink_rate": line["sink_rate"], "activation_max": np.max(line["activation_max"])}
-        for name, value in {"bos_share": line["bos_share"], **gates}.items():
-            if value is not None:
-                summary[f"{name}/mean"] = np.mean(value)
-                self.board.add_image(f"heads/{name}", heat_map(np.asarray(value)), step, dataformats="HWC")
-        self._scalars("heads", summary, step)
-        self.board.flush()
+        scalars = {"sink_rate": line["sink_rate"], "activation_max": np.max(line["activation_max"])}
+        maps = {
+            name: np.asarray(value) for name, value in {"bos_share": line["bos_share"], **gates}.items() if value is not None
+        }
+        self._scalars("heads", scalars | {f"{name}/mean": np.mean(value) for name, value in maps.items()}, step)
+        if self.journal:
+            images = [(f"heads/{name}", value) for name, value in maps.items()]
+            self.journal.events(step, lambda: [board.image(n, heat_map(v), dataformats="HWC") for n, v in images])
+
+    def sync(self) -> None:
+        """Wait until all lines are on the disk."""
+        if self.journal:
+            self.journal.sync()
 
     def close(self) -> None:
-        for file in self.files.values():
-            file.close()
-        self.board.close()
+        if self.journal:
+            self.journal.close()
 
     def _line(self, name: str, line: dict) -> None:
-        self.files[name].write(json.dumps(finite(line), allow_nan=False) + "\n")
-        self.files[name].flush()
+        if self.journal:
+            self.journal.line(name, json.dumps(finite(line), allow_nan=False))
 
     def _scalars(self, group: str, values: dict, step: int) -> None:
-        for name, value in values.items():
-            if name != "step" and isinstance(value, (int, float, np.number)):
-                self.board.add_scalar(f"{group}/{name}", float(value), step)
+        if self.journal:
+            scalars = [(f"{group}/{name}", float(v)) for name, v in values.items() if name != "step" and isinstance(v, NUMBERS)]
+            self.journal.events(step, lambda: [board.scalar(name, value) for name, value in scalars])
 
 
 def heat_map(values: np.ndarray, cell: int = 24) -> np.ndarray:
@@ -162,7 +186,9 @@ def heat_map(values: np.ndarray, cell: int = 24) -> np.ndarray:
 
 def _truncate(path: Path, step: int) -> None:
     if path.exists():
-        kept = [json.dumps(line) + "\n" for line in read_lines(path) if line["step"] <= step]
+        kept = [
+            json.dumps(line) + "\n" for line in read_lines(path) if isinstance(line.get("step"), int) and line["step"] <= step
+        ]
         _write(path, "".join(kept))
 
 

@@ -15,6 +15,7 @@ from jaxtyping import Array, Int, PyTree
 
 from gatedattn import sharding
 from gatedattn.config import RunConfig, TransformerConfig
+from gatedattn.training import guard as guard_lib
 from gatedattn.training import optimizer
 from gatedattn.training.loss import next_token_loss
 from gatedattn.transformer import Transformer
@@ -25,7 +26,8 @@ Batch = dict[str, Array]
 class TrainState(NamedTuple):
     params: PyTree  # nnx.State of plain arrays
     opt_state: PyTree
-    step: Int[Array, ""]  # optimiser steps taken
+    step: Int[Array, ""]  # steps taken, skipped ones included: the next one reads batch number `step`
+    guard: guard_lib.GuardState | tuple = ()  # what recognises bad steps
 
 
 def graph(config: TransformerConfig) -> nnx.GraphDef:
@@ -39,7 +41,7 @@ def make_init(config: RunConfig) -> Callable[[], TrainState]:
 
     def init() -> TrainState:
         params = nnx.as_pure(nnx.state(Transformer(config.model, rngs=nnx.Rngs(config.train.seed)), nnx.Param))
-        return TrainState(params, tx.init(params), jnp.zeros((), jnp.int32))
+        return TrainState(params, tx.init(params), jnp.zeros((), jnp.int32), guard_lib.init(config.guard))
 
     return init
 
@@ -56,12 +58,14 @@ def make_train_step(config: RunConfig) -> Callable[[TrainState, Batch], tuple[Tr
 
     Losses, token counts and gradients are summed over the parts and divided once by the number of tokens in the whole batch, so
     the result does not depend on how unevenly the tokens fall. A mixture of experts adds its two losses per part, weighted
-    by the part's tokens. Metrics are on the device, scalars but for `*_layers` [L]:
+    by the part's tokens. The update of a bad step (see `guard`) is not applied: parameters and optimiser stay as they are, and
+    only `step` advances. Metrics are on the device, scalars but for `*_layers` [L] and the guard's state:
 
         loss = ce + train.z_loss * z_loss + moe.load_balance * load_balance + moe.z_loss * router_z
         z_loss mean(lse^2), grad_norm before clipping, update_norm, param_norm, lr, tokens in the loss
         mixture of experts: load_balance, router_z, router_entropy, router_dropped (share of assignments), router_max_load (the
         busiest expert's share of its layer), and the last three as router_*_layers
+        guard: the `GuardState` after the step
     """
     graphdef, microbatches, moe = graph(config.model), config.train.microbatches, config.model.moe
     tx = optimizer.build(config.optimizer, config.train.steps)
@@ -97,22 +101,26 @@ def make_train_step(config: RunConfig) -> Callable[[TrainState, Batch], tuple[Tr
         grads, sums = sum_gradients(state.params, batch)
         count = jnp.maximum(sums.pop("count"), 1)
         grads = jax.tree.map(lambda g: (g / count).astype(g.dtype), grads)
-        updates, opt_state = tx.update(grads, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
+        updates, opt_state = tx.update(grads, state.opt_state, state.params, step=state.step)
         mean = {name: value / count for name, value in sums.items()}
+        loss, grad_norm = mean.pop("total"), optax.tree.norm(grads)
+        apply, watch = guard_lib.judge(config.guard, state.guard, state.step, loss, grad_norm)
+        params = guard_lib.select(apply, optax.apply_updates(state.params, updates), state.params)
+        opt_state = guard_lib.select(apply, opt_state, state.opt_state)
         metrics = {
-            "loss": mean.pop("total"),
+            "loss": loss,
             "ce": mean.pop("ce_sum"),
             "z_loss": mean.pop("z_sum"),
             "accuracy": mean.pop("correct"),
-            "grad_norm": optax.tree.norm(grads),
+            "grad_norm": grad_norm,
             "update_norm": optax.tree.norm(updates),
             "param_norm": optax.tree.norm(params),
             "lr": rate(state.step),
             "tokens": count,
+            "guard": watch,
         }
         mean.pop("loss_sum")
-        return TrainState(params, opt_state, state.step + 1), metrics | mean
+        return TrainState(params, opt_state, state.step + 1, watch), metrics | mean
 
     return train_step
 

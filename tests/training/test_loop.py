@@ -1,3 +1,4 @@
+import contextlib
 import dataclasses
 import json
 import os
@@ -59,9 +60,9 @@ def test_an_interrupted_run_ends_up_where_an_undisturbed_one_does(text_config, t
 def test_a_killed_run_goes_on_from_its_checkpoint_and_each_step_stands_once(text_config, tmp_path):
     loop.train(text_config, tmp_path / "run", ONE)
     expected = {name: lines(tmp_path / "run" / name) for name in recorder.FILES}
-    with Checkpoints(tmp_path / "run", keep=5) as checkpoints:  # as if killed at step 20, before the last save
-        assert checkpoints.manager.all_steps() == [16, 20]
-        checkpoints.manager.delete(20)
+    with Checkpoints(tmp_path / "run") as checkpoints:  # as if killed at step 20, before the last save
+        assert checkpoints.steps() == [16, 20]
+        checkpoints.delete_after(16)
     with open(tmp_path / "run/metrics.jsonl", "a") as file:
         file.write('{"step": 21, "lo')
     loop.train(text_config, tmp_path / "run", ONE)
@@ -109,7 +110,7 @@ def test_the_files_of_a_run(text_config, tmp_path):
 def test_a_loss_that_is_not_finite_ends_the_run_and_is_written_as_null(text_config, tmp_path):
     wild = dataclasses.replace(text_config.optimizer, learning_rate=1e30, warmup_steps=1, clip_norm=0.0)
     config = dataclasses.replace(text_config, optimizer=wild)
-    with pytest.raises(loop.Diverged, match="not finite at step"):
+    with pytest.raises(loop.Diverged, match="steps in a row were bad"):
         loop.train(config, tmp_path / "run", ONE)
     text = (tmp_path / "run/metrics.jsonl").read_text()
     assert "NaN" not in text and "Infinity" not in text and "null" in text
@@ -131,3 +132,75 @@ def test_what_cannot_run_is_refused_before_anything_is_compiled(text_config, tmp
     assert not (tmp_path / "never/config.json").exists()
     with pytest.raises(ConfigError, match="no checkpoint"):
         loop.evaluate_checkpoint(text_config, tmp_path / "never", ONE)
+
+
+def test_a_run_outlives_a_full_disk(text_config, tmp_path, small_disk, monkeypatch, capsys):
+    from gatedattn import data
+
+    config = dataclasses.replace(
+        text_config,
+        train=dataclasses.replace(text_config.train, steps=24, log_every=1),
+        checkpoint=dataclasses.replace(text_config.checkpoint, every=4, keep=9),
+    )
+    real_load = data.load
+    with small_disk(tmp_path / "disk", "6m") as disk:
+        filler = disk / "filler"
+
+        def load(*args, **kwargs):
+            found = real_load(*args, **kwargs)
+
+            def fetch(numbers):  # while batch 6 is made the disk fills up, at batch 18 there is room again
+                batch = numbers[0] // found.train.batch_size
+                if batch == 6:
+                    with open(filler, "wb", buffering=0) as file, contextlib.suppress(OSError):
+                        while True:
+                            file.write(bytes(512))
+                if batch == 18:
+                    filler.unlink()
+                return found.train.fetch(numbers)
+
+            return dataclasses.replace(found, train=dataclasses.replace(found.train, fetch=fetch))
+
+        monkeypatch.setattr("gatedattn.data.load", load)
+        result = loop.train(config, disk / "run", ONE)
+        out = capsys.readouterr().out
+        assert "could not be written" in out and "No space left on device" in out and "training goes on" in out
+        assert [line["step"] for line in lines(disk / "run/metrics.jsonl")] == list(range(1, 25))
+        with Checkpoints(disk / "run", read_only=True) as checkpoints:
+            assert checkpoints.steps()[0] == 4 and checkpoints.steps()[-1] == 24 and 12 not in checkpoints.steps()
+            like = jax.eval_shape(lambda: result.params)
+            jax.tree.map(np.testing.assert_array_equal, checkpoints.restore_params(like, 24), result.params)
+            checkpoints.restore_params(like, 4)
+
+
+def test_an_evaluation_that_a_signal_cuts_short_is_made_up_for(text_config, tmp_path, monkeypatch):
+    config = dataclasses.replace(text_config, train=dataclasses.replace(text_config.train, steps=10))
+    whole = loop.train(config, tmp_path / "whole", ONE)
+    real = loop.evaluate.evaluate
+
+    def signalled(*args):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return real(*args)
+
+    monkeypatch.setattr(loop.evaluate, "evaluate", signalled)
+    part = loop.train(config, tmp_path / "part", ONE)
+    assert part.signum == signal.SIGTERM and part.step == 10 and not lines(tmp_path / "part/eval.jsonl")
+    monkeypatch.undo()
+    again = loop.train(config, tmp_path / "part", ONE)
+    jax.tree.map(np.testing.assert_array_equal, whole.params, again.params)
+    for name in recorder.FILES:
+        assert lines(tmp_path / "part" / name) == lines(tmp_path / "whole" / name)
+
+
+def test_a_changed_setting_is_refused_and_a_clock_that_jumps_is_not_noticed(text_config, tmp_path, monkeypatch):
+    config = dataclasses.replace(text_config, train=dataclasses.replace(text_config.train, steps=6, log_every=1))
+    clock, jumps = time.time, iter(range(10**9))
+    monkeypatch.setattr(time, "time", lambda: clock() + (-1) ** next(jumps) * 10**7)
+    loop.train(config, tmp_path / "run", ONE)
+    assert all(line.get("tokens_per_second", 1) > 0 for line in lines(tmp_path / "run/metrics.jsonl", without=()))
+    other = dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, clip_norm=0.5))
+    with pytest.raises(ConfigError, match="optimizer.clip_norm was 1.0, is now 0.5"):
+        loop.train(other, tmp_path / "run", ONE)
+    (tmp_path / "0.txt").write_text("other text " * 50)
+    with pytest.raises(ConfigError, match="the text behind data.source has changed since step 6"):
+        loop.train(config, tmp_path / "run", ONE)

@@ -72,7 +72,7 @@ def test_decay_only_shrinks_the_intended_parameters(name):
     config = OptimizerConfig(name=name, schedule="constant", warmup_steps=0, weight_decay=0.1)
     tree = params()
     tx = optimizer.build(config, 10)
-    updates, _ = jax.jit(tx.update)(jax.tree.map(np.zeros_like, tree), tx.init(tree), tree)
+    updates, _ = jax.jit(tx.update)(jax.tree.map(np.zeros_like, tree), tx.init(tree), tree, step=3)
     moved = {path for path, update in flat(updates).items() if np.any(update != 0)}
     assert moved == DECAYED
     muon = name == "muon"
@@ -88,7 +88,7 @@ def test_muon_orthogonalises_each_layers_matrix_and_leaves_the_rest_to_adam():
     tree = params()
     grads = params()
     tx = optimizer.build(config, 10)
-    updates = flat(jax.jit(tx.update)(grads, tx.init(tree), tree)[0])
+    updates = flat(jax.jit(tx.update)(grads, tx.init(tree), tree, step=3)[0])
     matrices = {
         "layers/attention/query/kernel": (L, D, N * H),
         "layers/attention/key/kernel": (L, D, 2 * H),
@@ -102,7 +102,7 @@ def test_muon_orthogonalises_each_layers_matrix_and_leaves_the_rest_to_adam():
         assert singular.min() > 0.3 and singular.max() < 1.3, path  # Newton-Schulz of five steps ends in about [0.7, 1.2]
 
     adam = optimizer.build(OptimizerConfig(schedule="constant", warmup_steps=0, weight_decay=0.0, clip_norm=0.0), 10)
-    expected = flat(jax.jit(adam.update)(grads, adam.init(tree), tree)[0])
+    expected = flat(jax.jit(adam.update)(grads, adam.init(tree), tree, step=3)[0])
     for path in updates.keys() - matrices.keys():
         np.testing.assert_allclose(updates[path], expected[path], rtol=1e-6, err_msg=path)
 
@@ -111,5 +111,23 @@ def test_clipping_bounds_the_norm_that_adam_sees():
     config = OptimizerConfig(clip_norm=0.5, b1=0.0, schedule="constant", warmup_steps=0)
     tree = {"w": jnp.zeros(4)}
     tx = optimizer.build(config, 10)
-    _, state = tx.update({"w": jnp.full(4, 100.0)}, tx.init(tree), tree)
+    _, state = tx.update({"w": jnp.full(4, 100.0)}, tx.init(tree), tree, step=0)
     np.testing.assert_allclose(optax.tree.norm(optax.tree.get(state, "mu")), 0.5, rtol=1e-6)
+
+
+def test_adamw_is_optaxs_whatever_step_it_is_given():
+    config = OptimizerConfig(warmup_steps=0, clip_norm=0.0)
+    tree, grads = params(), params()
+    ours = optimizer.build(config, 10)
+    rate = optimizer.schedule(config, 10)
+    theirs = optax.adamw(rate, config.b1, config.b2, config.eps, weight_decay=0.1, mask=optimizer.decay_mask(config))
+    states = ours.init(tree), theirs.init(tree)
+    for step in range(3):
+        a, mine = jax.jit(ours.update)(grads, states[0], tree, step=step)
+        b, other = jax.jit(theirs.update)(grads, states[1], tree)
+        states = mine, other
+        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), a, b)
+    # A step whose update was not applied leaves the moments alone; the schedule goes on.
+    late, _ = ours.update(grads, states[0], tree, step=7)
+    soon, _ = ours.update(grads, states[0], tree, step=3)
+    np.testing.assert_allclose(late["head"]["kernel"] / soon["head"]["kernel"], rate(7) / rate(3), rtol=1e-5)

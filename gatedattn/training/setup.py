@@ -1,0 +1,55 @@
+"""Everything that can be wrong with a run before something is compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+
+from gatedattn import data as data_lib
+from gatedattn import kernels
+from gatedattn.config import ConfigError, RunConfig
+from gatedattn.data import Data
+from gatedattn.training import recorder
+from gatedattn.training.placement import Placement
+
+
+def prepare(
+    config: RunConfig, workdir: str | Path | None, devices: Sequence[jax.Device] | None = None
+) -> tuple[Data, Placement, dict]:
+    """Platform, kernel, mesh and data of a run, opened.
+
+    Returns the data, the placement, and what config.json tells besides the configuration. Raises `ConfigError`.
+    """
+    wanted = config.train.platform
+    try:
+        found = jax.default_backend()
+    except RuntimeError as error:
+        raise ConfigError(f"JAX finds no device: {str(error).splitlines()[0]}") from None
+    if wanted not in ("any", found):
+        raise ConfigError(
+            f"train.platform={wanted}, but JAX found only {found}: install JAX for {wanted}, or set train.platform=any"
+        )
+    place = Placement.of(config, devices or jax.devices())
+    try:
+        kernel, passed = kernels.choose(config.model.kernel, attention_request(config, place))
+    except ValueError as error:
+        raise ConfigError(f"model.{error}") from None
+    data = data_lib.load(
+        config.data,
+        seq_len=config.train.seq_len,
+        batch_size=config.train.batch_size,
+        seed=config.train.seed,
+        workdir=workdir,
+        vocab_size=config.model.vocab_size,
+    )
+    return data, place, recorder.environment(place.devices) | {"kernel": kernel, "kernels_passed_over": passed}
+
+
+def attention_request(config: RunConfig, place: Placement) -> kernels.Request:
+    """What a run will ask of an attention kernel."""
+    model, ways = config.model, place.mesh.shape["context"] if place.mesh else 1
+    return kernels.Request(
+        place.platform, model.dtype, model.head_dim, True, model.window, model.sink != "none", ways, config.train.seq_len
+    )
