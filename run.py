@@ -23,21 +23,32 @@ from gatedattn.config import ConfigError, RunConfig, from_mapping, suggest
 FLAGS = flags.FLAGS
 config_flags.DEFINE_config_file("config", None, "Recipe, with arguments after a colon: configs/tiny.py:gate=g2,smoke")
 flags.DEFINE_string("workdir", None, "Where the run lives; runs/NAME of the recipe by default")
+flags.DEFINE_string(
+    "coordinator", None, "Several processes, where no TPU pod, Slurm or MPI says so: HOST:PORT of the first one"
+)
+flags.DEFINE_integer("process_count", None, "How many processes there are, with --coordinator")
+flags.DEFINE_integer("process_id", None, "Which of them this is, from 0, with --coordinator")
 flags.DEFINE_enum("mode", "train", ["train", "eval", "count"], "What to do")
 
 
 def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise ConfigError(f"unexpected argument {argv[1]!r}" + f" (did you mean --config={argv[1]}?)" * (".py" in argv[1]))
+    from gatedattn.training import hosts
+
     config = from_mapping(RunConfig, FLAGS.config.to_dict())
     workdir = Path(FLAGS.workdir or f"runs/{config.name}")
     logging.set_verbosity(
         logging.FATAL
     )  # Orbax tells of every file it writes, and of a full disk in pages; we say it in a line
-    {"train": train, "eval": evaluate, "count": count}[FLAGS.mode](config, workdir)
+    if FLAGS.mode in ("train", "eval"):
+        hosts.join(FLAGS.coordinator, FLAGS.process_count, FLAGS.process_id)
+    work = {"train": train, "eval": evaluate, "count": count}[FLAGS.mode]
+    hosts.guarded(lambda: work(config, workdir))
 
 
 def train(config: RunConfig, workdir: Path) -> None:
+    import jax
     from flax import nnx
 
     from gatedattn.inference import sample
@@ -54,15 +65,18 @@ def train(config: RunConfig, workdir: Path) -> None:
         fail(str(error), 1)
     if result.signum:
         sys.exit(128 + result.signum)
+    if jax.process_count() > 1:
+        return  # generation is for one process
     model = nnx.merge(step.graph(config.model), result.params)
     print(f"  a sample        {sample.text(model, result.data.tokenizer, temperature=0.8)!r}")
 
 
 def evaluate(config: RunConfig, workdir: Path) -> None:
-    from gatedattn.training import loop
+    from gatedattn.training import hosts, loop
 
     for line in loop.evaluate_checkpoint(config, workdir):
-        print(json.dumps(line))
+        if hosts.is_first():
+            print(json.dumps(line))
 
 
 def count(config: RunConfig, workdir: Path) -> None:
@@ -118,6 +132,10 @@ def explain(argv: list[str], error: BaseException) -> str | None:
 
 
 def fail(message: str, code: int = 2) -> None:
+    if "jax" in sys.modules:
+        from gatedattn.training import hosts
+
+        hosts.leave(message, code)
     print(f"error: {message}", file=sys.stderr)
     sys.exit(code)
 

@@ -205,7 +205,8 @@ def loss_and_grads(config, mesh, devices, kind=AxisType.Auto):
     with place.scope():
         if place.mesh is not None:
             params = jax.device_put(params, place.shardings(params))
-        value, grads = jax.jit(value_and_grad)(params, place.put(BATCH))
+        batch = place.put(lambda rows: jax.tree.map(lambda x: x[rows], BATCH), len(BATCH["tokens"]))
+        value, grads = jax.jit(value_and_grad)(params, batch)
     return jax.tree.map(np.asarray, (value, grads)), params, grads
 
 

@@ -47,13 +47,13 @@ class Batches:
     num_tokens: int | None
     num_batches: int | None
 
-    def __call__(self, step: int, rows: slice | None = None) -> Batch:
+    def __call__(self, step: int, rows: slice | Int64[np.ndarray, " b"] = slice(None)) -> Batch:
         """The batch of `step` (from 0), or only its `rows`. Raises IndexError outside the pass."""
         if step < 0 or self.num_batches is not None and step >= self.num_batches:
             raise IndexError(
                 f"no batch {step}: there are {'endless' if self.num_batches is None else self.num_batches}, counted from 0"
             )
-        return self.fetch(self._numbers(step)[rows or slice(None)])
+        return self.fetch(self._numbers(step)[rows])
 
     def locate(self, step: int) -> dict[str, list[int]]:
         """Source -> the numbers of its rows in the batch of `step`: where to look for what is wrong with it."""

@@ -15,7 +15,9 @@ TOO_MANY_EPOCHS = 100
 
 
 def say(text: str) -> None:
-    """A line on stdout, above the progress bar if there is one."""
+    """A line on stdout, above the progress bar if there is one; from the first process only."""
+    if jax.process_index() != 0:
+        return
     tqdm.write(text, file=sys.stdout)
     sys.stdout.flush()
 
@@ -66,7 +68,8 @@ class Progress:
 
     def __init__(self, start: int, steps: int):
         self.steps = steps
-        self.bar = tqdm(initial=start, total=steps, unit="step", dynamic_ncols=True) if sys.stderr.isatty() else None
+        shown = sys.stderr.isatty() and jax.process_index() == 0
+        self.bar = tqdm(initial=start, total=steps, unit="step", dynamic_ncols=True) if shown else None
 
     def advance(self) -> None:
         if self.bar is not None:

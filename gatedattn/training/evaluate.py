@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable
@@ -44,7 +45,7 @@ def evaluate(
         for index in range(min(batches or held_out.num_batches, held_out.num_batches)):
             if stop():
                 return None
-            sums = eval_step(params, place.put(held_out(index)))
+            sums = eval_step(params, place.put(functools.partial(held_out, index), held_out.batch_size))
             total = sums if total is None else jax.tree.map(jnp.add, total, sums)
         total = {key: float(value) for key, value in jax.device_get(total).items()}
         tokens = max(total["count"], 1)

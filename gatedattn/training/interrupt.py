@@ -6,12 +6,16 @@ import signal
 import threading
 from typing import Self
 
+import jax
+
+from gatedattn.training import hosts
+
 
 class Interrupt:
     """While the context is entered, SIGINT and SIGTERM only set `signum`; the loop looks at it between steps.
 
     A second Ctrl-C raises KeyboardInterrupt at once. Outside the main thread, where Python allows no handlers, nothing is
-    caught.
+    caught. With several processes SIGTERM is JAX's business, which lets all of them know (see `look`), and Ctrl-C is not caught.
     """
 
     def __init__(self):
@@ -19,13 +23,19 @@ class Interrupt:
 
     def __enter__(self) -> Self:
         self.before = {}
-        if threading.current_thread() is threading.main_thread():
+        if threading.current_thread() is threading.main_thread() and jax.process_count() == 1:
             self.before = {s: signal.signal(s, self._handle) for s in (signal.SIGINT, signal.SIGTERM)}
         return self
 
     def __exit__(self, *_) -> None:
         for signum, handler in self.before.items():
             signal.signal(signum, handler)
+
+    def look(self, step: int) -> int | None:
+        """The signal, if one came; after `step` steps on all processes alike."""
+        if self.signum is None and hosts.told_to_stop(step):
+            self.signum = signal.SIGTERM
+        return self.signum
 
     def _handle(self, signum, frame) -> None:
         if self.signum is not None and signum == signal.SIGINT:

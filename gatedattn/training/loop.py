@@ -95,7 +95,8 @@ def evaluate_checkpoint(config: RunConfig, workdir: str | Path, devices: Sequenc
             raise ConfigError(f"{workdir} holds no finished checkpoint: train first, or give the --workdir of a run")
         abstract = jax.eval_shape(steps.make_init(config)).params
         params = checkpoints.restore_params(place.on_devices(abstract), step)
-        lines = evaluate.evaluate(jax.jit(steps.make_eval_step(config)), params, data, place)
+        eval_step = jax.jit(steps.make_eval_step(config), out_shardings=place.everywhere)
+        lines = evaluate.evaluate(eval_step, params, data, place)
     return [{"step": step} | line for line in lines]
 
 
@@ -108,8 +109,8 @@ class _Run:
         self.origin, self.steps = origin, config.train.steps
         self.passed_over = resume.PassedOver(workdir)
         self.saved_about = {"tokenizer": data.tokenizer.fingerprint, "data": data.fingerprint}
-        self.eval_step = jax.jit(steps.make_eval_step(config))
-        self.probe_step = jax.jit(evaluate.make_probe_step(config))
+        self.eval_step = jax.jit(steps.make_eval_step(config), out_shardings=place.everywhere)
+        self.probe_step = jax.jit(evaluate.make_probe_step(config), out_shardings=place.everywhere)
         self.abstract = jax.eval_shape(steps.make_init(config))
         self.last: dict[str, Any] = {}  # the newest heads line and eval lines, for the summary
 
@@ -119,7 +120,8 @@ class _Run:
         self.flops_per_token = transformer.flops_per_token(config.model, config.train.seq_len)
         console.banner(config, self.workdir, counts, summary, self.about)
         state, start = self.start()
-        if start >= self.steps and not self.owed(start):
+        self.first = self.owed(start)  # looked up once: processes must agree, and one of them will soon write these lines
+        if start >= self.steps and not self.first:
             say(f"nothing to do: this run has taken {start} of {self.steps} steps; raise train.steps to go on")
             return Result(state.params, self.data, start)
 
@@ -191,18 +193,25 @@ class _Run:
         say("compiling the training step ...")
         began = time.perf_counter()
         shardings = self.place.shardings(self.abstract)
-        step = jax.jit(steps.make_train_step(self.config), donate_argnums=0, out_shardings=shardings and (shardings, None))
+        step = jax.jit(
+            steps.make_train_step(self.config), donate_argnums=0, out_shardings=shardings and (shardings, self.place.everywhere)
+        )
         compiled = step.lower(state, self.batch(0)).compile()
         say(f"compiled in {time.perf_counter() - began:.1f} s")
         return compiled
 
     def batch(self, step: int) -> steps.Batch:
-        batch = self.data.train(self.passed_over.batch_number(step))
-        return self.place.put({key: batch[key] for key in BATCH_KEYS})
+        number = self.passed_over.batch_number(step)
+
+        def fetch(rows):
+            batch = self.data.train(number, rows)
+            return {key: batch[key] for key in BATCH_KEYS}
+
+        return self.place.put(fetch, self.config.train.batch_size)
 
     def run(self, state: steps.TrainState, start: int) -> Result:
         """All steps, and again those that follow a checkpoint to which the run was rewound."""
-        for do in self.owed(start):
+        for do in self.first:
             do(start, state)
         if start >= self.steps:
             return Result(state.params, self.data, start, self.interrupt.signum)
@@ -231,7 +240,7 @@ class _Run:
 
                 due = [last or _due(group.every, step) for group in (config.eval, config.probe, config.checkpoint)]
                 evaluates, probes, saves = due
-                if not (any(due) or interrupt.signum):
+                if not (interrupt.look(step) or any(due)):
                     continue
                 if pending and (streak := self.log(*pending)):
                     return streak

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
+import numpy as np
 from jax.experimental import mesh_utils
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from jaxtyping import Int64
 
 from gatedattn import sharding
 from gatedattn.config import ConfigError, MeshConfig, RunConfig
@@ -125,10 +127,34 @@ class Placement:
         shardings = self.shardings(abstract) if self.mesh else jax.tree.map(lambda _: one, abstract)
         return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), abstract, shardings)
 
-    def put(self, batch: dict) -> dict:
-        """A host batch on the devices, sequences divided over `BATCH_AXES`, tokens over `context`; does not wait for the transfer."""
+    @property
+    def batch_sharding(self) -> Sharding:
+        """Of every array of a batch, [B, T]: sequences divided over `BATCH_AXES`, tokens over `context`."""
         if self.mesh is None:
-            return jax.device_put(batch, self.devices[0])
+            return SingleDeviceSharding(self.devices[0])
         axes = tuple(axis for axis in BATCH_AXES if self.mesh.shape[axis] > 1)  # as `constrain` does: types must agree
         tokens = "context" if self.mesh.shape["context"] > 1 else None
-        return jax.device_put(batch, NamedSharding(self.mesh, PartitionSpec(axes or None, tokens)))
+        return NamedSharding(self.mesh, PartitionSpec(axes or None, tokens))
+
+    @property
+    def everywhere(self) -> Sharding | None:
+        """A result that every process can read; None where that goes without saying."""
+        return NamedSharding(self.mesh, PartitionSpec()) if self.mesh else None
+
+    def put(self, fetch: Callable[[Int64[np.ndarray, " b"]], dict], batch_size: int) -> dict:
+        """The batch whose rows `fetch` reads by their numbers, on the devices; does not wait for the transfer. A process reads
+        no rows but those of its own devices."""
+        everything, place = np.arange(batch_size), self.batch_sharding
+        if jax.process_count() == 1:
+            return jax.device_put(fetch(everything), place)
+        rows = NamedSharding(self.mesh, PartitionSpec(place.spec[0]))
+        cuts = rows.addressable_devices_indices_map((batch_size,)).values()
+        mine = np.unique(np.concatenate([everything[cut[0]] for cut in cuts]))
+
+        def spread(local: np.ndarray) -> jax.Array:
+            def part(cut: tuple[slice, ...]) -> np.ndarray:
+                return local[np.searchsorted(mine, everything[cut[0]])][(slice(None), *cut[1:])]
+
+            return jax.make_array_from_callback((batch_size, *local.shape[1:]), place, part)
+
+        return jax.tree.map(spread, fetch(mine))

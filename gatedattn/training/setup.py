@@ -11,7 +11,7 @@ from gatedattn import data as data_lib
 from gatedattn import kernels
 from gatedattn.config import ConfigError, RunConfig
 from gatedattn.data import Data
-from gatedattn.training import recorder
+from gatedattn.training import hosts, recorder
 from gatedattn.training.placement import Placement
 
 
@@ -36,14 +36,15 @@ def prepare(
         kernel, passed = kernels.choose(config.model.kernel, attention_request(config, place))
     except ValueError as error:
         raise ConfigError(f"model.{error}") from None
-    data = data_lib.load(
-        config.data,
-        seq_len=config.train.seq_len,
-        batch_size=config.train.batch_size,
-        seed=config.train.seed,
-        workdir=workdir,
-        vocab_size=config.model.vocab_size,
-    )
+    with hosts.one_after_the_other("data"):
+        data = data_lib.load(
+            config.data,
+            seq_len=config.train.seq_len,
+            batch_size=config.train.batch_size,
+            seed=config.train.seed,
+            workdir=workdir,
+            vocab_size=config.model.vocab_size,
+        )
     return data, place, recorder.environment(place.devices) | {"kernel": kernel, "kernels_passed_over": passed}
 
 
