@@ -264,7 +264,9 @@ def test_a_divided_training_step(name):
         place = Placement(mesh, B // 2, jax.devices()[:devices])
         with place.scope():
             state = initialize(run, place.shardings(jax.eval_shape(make_init(run))))
-            return place, jax.jit(make_train_step(run))(state, place.put(batch))[0]
+            return place, jax.jit(make_train_step(run))(
+                state, place.put(lambda rows: jax.tree.map(lambda x: x[rows], batch), len(batch["tokens"]))
+            )[0]
 
     _, alone = step(MeshConfig(fsdp=1), 1)
     place, divided = step(MeshConfig(fsdp=2, expert=2, tensor=2), 8)
