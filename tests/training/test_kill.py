@@ -137,6 +137,7 @@ def check(start, tmp_path, kills, steps, seed):
     return saving, evaluating
 
 
+@pytest.mark.slow
 def test_three_kills_change_nothing(start, tmp_path):
     check(start, tmp_path, kills=3, steps=18, seed=0)
 

@@ -149,9 +149,11 @@ def test_a_run_outlives_a_full_disk(text_config, tmp_path, small_disk, monkeypat
         def load(*args, **kwargs):
             found = real_load(*args, **kwargs)
 
-            def fetch(numbers):  # while batch 6 is made the disk fills up, at batch 18 there is room again
+            def fetch(numbers):  # the disk fills up once the first checkpoint is there, at batch 18 there is room again
                 batch = numbers[0] // found.train.batch_size
-                if batch == 6:
+                if batch == 9:
+                    while not (disk / "run/checkpoints/4").exists():
+                        time.sleep(0.01)
                     with open(filler, "wb", buffering=0) as file, contextlib.suppress(OSError):
                         while True:
                             file.write(bytes(512))
@@ -194,8 +196,8 @@ def test_an_evaluation_that_a_signal_cuts_short_is_made_up_for(text_config, tmp_
 
 def test_a_changed_setting_is_refused_and_a_clock_that_jumps_is_not_noticed(text_config, tmp_path, monkeypatch):
     config = dataclasses.replace(text_config, train=dataclasses.replace(text_config.train, steps=6, log_every=1))
-    clock, jumps = time.time, iter(range(10**9))
-    monkeypatch.setattr(time, "time", lambda: clock() + (-1) ** next(jumps) * 10**7)
+    clock, calls = time.time, iter(range(10**9))
+    monkeypatch.setattr(time, "time", lambda: clock() - 86400 * (next(calls) > 20))  # a day back, once
     loop.train(config, tmp_path / "run", ONE)
     assert all(line.get("tokens_per_second", 1) > 0 for line in lines(tmp_path / "run/metrics.jsonl", without=()))
     other = dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, clip_norm=0.5))
