@@ -159,7 +159,7 @@ def alone():
     return {}
 
 
-@pytest.mark.parametrize("mesh,capacity", [(m, 0.0) for m in MESHES] + [(m, 4.0) for m in MESHES[1:3]], ids=str)
+@pytest.mark.parametrize("mesh,capacity", [(m, 0.0) for m in MESHES] + [(MESHES[2], 4.0)], ids=str)
 def test_divided_experts_equal_one_device(alone, mesh, capacity):
     batch = dict(B=8, T=4)
     config = MoEConfig(num_experts=8, top_k=2, expert_dim=6, capacity=capacity)
