@@ -142,6 +142,18 @@ def report(args):
 
 
 @command(
+    "a run's curves and heat maps to Weights & Biases, while it trains or afterwards",
+    argument("run", metavar="DIR", help="a run directory"),
+    argument("--project", default="gatedattn", help="the project there (gatedattn); WANDB_MODE=offline keeps all on disk"),
+    argument("--follow", action="store_true", help="go on sending what is logged, until Ctrl-C"),
+)
+def wandb(args):
+    from gatedattn.report.mirror import mirror
+
+    mirror(args.run, args.project, args.follow)
+
+
+@command(
     "loss spikes of training curves: a table that compares them, and each event",
     argument("curves", nargs="+", metavar="CURVE", help=".jsonl or .csv files, or runs"),
     argument("--columns", type=lambda text: text.split(","), default=(), help="curves to read, comma-separated (loss)"),
