@@ -146,8 +146,10 @@ class Recorder:
     def heads(self, line: dict) -> None:
         """One line of heads.jsonl, as `heads_line` makes it."""
         self._line("heads.jsonl", line)
-        step, gate = line["step"], line.get("gate_mean")
-        gates = {"gate_mean": gate} if not isinstance(gate, dict) else {f"gate_mean/{spec}": v for spec, v in gate.items()}
+        step, gates = line["step"], {}
+        for name in ("gate_mean", "gate_below_0.1", "gate_above_0.9"):
+            gate = line.get(name)
+            gates |= {f"{name}/{spec}": v for spec, v in gate.items()} if isinstance(gate, dict) else {name: gate}
         scalars = {"sink_rate": line["sink_rate"], "activation_max": np.max(line["activation_max"])}
         maps = {
             name: np.asarray(value) for name, value in {"bos_share": line["bos_share"], **gates}.items() if value is not None
