@@ -99,7 +99,10 @@ def parse(argv: list[str]) -> list[str]:
         given = [re.split(r"=", arg, maxsplit=1)[1] for arg in argv if re.match(r"--?config=", arg)]
         path = Path(given[-1].partition(":")[0]) if given else None
         if path and not path.is_file():
-            raise ConfigError(f"no such recipe: {path}{suggest(str(path), Path().glob('configs/*.py'))}")
+            near = suggest(str(path), Path().glob("configs/*.py"))
+            raise ConfigError(f"no such recipe: {path}{near} (looked from {Path.cwd()})")
+        if path and path.suffix != ".py":
+            raise ConfigError(f"--config={path}: a recipe is a .py file, e.g. configs/tiny.py")
         rest = FLAGS(argv)
         if not given and FLAGS.config is None and not any(FLAGS[name].value for name in ("help", "helpfull", "helpshort")):
             raise ConfigError("which recipe? Give one, e.g. --config=configs/tiny.py")
@@ -145,6 +148,10 @@ def run(argv: list[str]) -> None:
         main(argv)
     except ConfigError as error:
         fail(str(error))
+    except OSError as error:
+        if error.filename is None:
+            raise
+        fail(f"{error.filename}: {error.strerror}")
 
 
 if __name__ == "__main__":

@@ -92,6 +92,8 @@ def generate(args):
 
     # Everything that can be wrong with the request before a model is read.
     inference.Sampling(args.temperature, args.top_k, args.top_p, args.seed)
+    if not args.prompt.isprintable() and any(0xD800 <= ord(c) < 0xE000 for c in args.prompt):
+        raise ConfigError("--prompt is not valid UTF-8")
     policy = inference.CachePolicy.parse(args.cache)
 
     from gatedattn.interop import models
@@ -311,6 +313,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     except ConfigError as error:
         print(f"gatedattn {args.command}: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        if error.filename is None:
+            raise
+        print(f"gatedattn {args.command}: {error.filename}: {error.strerror}", file=sys.stderr)
         return 2
 
 

@@ -36,13 +36,18 @@ def _check(condition: bool, message: str) -> None:
 def _positive(obj, *names: str) -> None:
     for name in names:
         value = getattr(obj, name)
-        _check(value > 0, f"{type(obj).__name__}.{name}={value}: must be positive")
+        _check(
+            0 < value < math.inf, f"{type(obj).__name__}.{name}={value}: must be positive" + " and finite" * (value == math.inf)
+        )
 
 
 def _not_negative(obj, *names: str) -> None:
     for name in names:
         value = getattr(obj, name)
-        _check(value >= 0, f"{type(obj).__name__}.{name}={value}: must not be negative")
+        _check(
+            0 <= value < math.inf,
+            f"{type(obj).__name__}.{name}={value}: must not be negative" + " nor infinite" * (value == math.inf),
+        )
 
 
 def _one_of(obj, name: str, allowed: tuple[str, ...]) -> None:

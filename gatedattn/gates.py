@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import numbers
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -96,13 +97,14 @@ class GateSpec:
                 _refuse(self, name, f"must be one of {', '.join(allowed)}" + _near(getattr(self, name), allowed))
         for name in ("scale", "bias"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+            if isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value):
                 _refuse(self, name, "must be a finite number")
             object.__setattr__(self, name, float(value))
         if self.scale <= 0:
             _refuse(self, "scale", "must be positive")
-        if isinstance(self.in_dim, bool) or not isinstance(self.in_dim, int) or self.in_dim < 0:
+        if isinstance(self.in_dim, bool) or not isinstance(self.in_dim, numbers.Integral) or self.in_dim < 0:
             _refuse(self, "in_dim", "must be a whole number of channels, or 0 for all")
+        object.__setattr__(self, "in_dim", int(self.in_dim))
         if self.position == "g5" and self.sharing != "specific":
             _refuse(self, "sharing", "position=g5 has no heads to share over: must be specific")
         if self.source == "query" and self.position not in ("g1", "g4"):
@@ -117,7 +119,11 @@ class GateSpec:
     @classmethod
     def parse(cls, text: str) -> GateSpec:
         """Read the short form. Raises `ValueError` for a word it does not know (with the nearest it does)."""
-        position, *words = str(text).strip().split(":")
+        if not isinstance(text, str):
+            raise ValueError(f"gate {text!r}: must be a GateSpec or its short form, e.g. 'g1:headwise'")
+        position, *words = text.strip().split(":")
+        if position == "none":
+            raise ValueError(f"gate {text!r}: 'none' stands alone and means no gate")
         fields = {"position": position}
         kinds = {word: name for name, allowed in CHOICES.items() if name != "position" for word in allowed}
         for word in words:
@@ -133,6 +139,8 @@ class GateSpec:
                     fields.setdefault("init", "bias")
             elif word in kinds:
                 name, value = kinds[word], word
+            elif word in ("scale", "bias", "in_dim"):
+                raise ValueError(f"gate {text!r}: {word} takes a value, e.g. {word}={'12' if word == 'in_dim' else '2'}")
             else:
                 raise ValueError(f"gate {text!r}: unknown word {word!r}{_near(word, kinds)}; known: {', '.join(kinds)}")
             if name in fields and not (name == "init" and fields["init"] == value):
@@ -176,6 +184,8 @@ def parse(gates: str | GateSpec | Iterable[str | GateSpec] | None) -> tuple[Gate
         return ()
     if isinstance(gates, GateSpec):
         return (gates,)
+    if not isinstance(gates, Iterable):
+        raise ValueError(f"gates={gates!r}: must be a short form such as 'g1+g2', a GateSpec, a list of them, or 'none'")
     if isinstance(gates, str):
         gates = [] if gates in ("", "none") else gates.split("+")
     specs = tuple(g if isinstance(g, GateSpec) else GateSpec.parse(g) for g in gates)

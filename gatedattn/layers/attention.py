@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from gatedattn import gates as gates_lib
 from gatedattn import kernels
-from gatedattn.config import RopeConfig
+from gatedattn.config import RopeConfig, TransformerConfig
 from gatedattn.gates import GateSpec
 from gatedattn.layers import rope as rope_lib
 from gatedattn.layers.linear import Linear
@@ -84,10 +84,11 @@ class GatedAttention(nnx.Module):
         sdpa_norm: RMSNorm on each head's y; sdpa_activation: "silu" on y. The paper's parameter-poor controls (Table 3).
         use_bias, output_bias: biases of the q, k, v projections and of the output projection.
         dtype, param_dtype: of the computation and of the parameters. Scores, norms and gates are float32 inside.
-        kernel: attention implementation, see `gatedattn.kernels`.
+        kernel: attention implementation, see `gatedattn.kernels`. All differentiate backwards only, but "reference", which JAX
+            can differentiate forwards (`jax.jvp`) too.
 
     Raises:
-        ValueError: num_heads is not a multiple of num_kv_heads, or a gate is invalid.
+        ValueError: a setting that `TransformerConfig` would refuse (sizes, heads, rope, gates, ...).
     """
 
     def __init__(
@@ -114,8 +115,12 @@ class GatedAttention(nnx.Module):
         kernel: str = "auto",
         rngs: nnx.Rngs,
     ):
-        if num_heads % num_kv_heads:
-            raise ValueError(f"num_heads={num_heads} is not a multiple of num_kv_heads={num_kv_heads}")
+        specs = gates_lib.parse(gates)
+        TransformerConfig(  # one place says what can be
+            vocab_size=1, ffn_dim=1, num_layers=1, d_model=d_model, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim,
+            gates=gates_lib.format(specs), window=window, sink=sink, sdpa_activation=sdpa_activation, norm_eps=norm_eps,
+            init_std=init_std, kernel=kernel, position="none" if rope is None else "rope", rope=rope or RopeConfig(),
+        )  # fmt: skip
         self.head_dim, self.rope, self.window, self.sink_kind = head_dim, rope, window, sink
         self.sdpa_activation, self.kernel = sdpa_activation, kernel
 
@@ -138,7 +143,7 @@ class GatedAttention(nnx.Module):
                 param_dtype=param_dtype,
                 rngs=rngs,
             )
-            for spec in gates_lib.parse(gates)
+            for spec in specs
         )
 
     def __call__(
@@ -160,6 +165,12 @@ class GatedAttention(nnx.Module):
             cache: keys and values of the tokens before x; then `positions` and `segment_ids` are the cache's business. The cache
                 with x's own keys and values added is returned as aux["cache"].
         """
+        D = self.query.kernel.shape[0]
+        if x.ndim != 3 or x.shape[-1] != D or 0 in x.shape:
+            raise ValueError(f"x of shape {x.shape}: must be [B, T, {D}], with B and T of at least 1")
+        for name, ids in (("positions", positions), ("segment_ids", segment_ids)):
+            if ids is not None and (ids.shape != x.shape[:2] or not jnp.issubdtype(ids.dtype, jnp.integer)):
+                raise ValueError(f"{name} {ids.dtype}{ids.shape}: must be integers of shape {x.shape[:2]}, as x is {x.shape}")
         if positions is None:
             positions = jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2])
         scores: dict[str, Array] = {}

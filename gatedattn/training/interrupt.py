@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import builtins
+import os
 import signal
 import threading
 from typing import Self
@@ -14,7 +16,8 @@ from gatedattn.training import hosts
 class Interrupt:
     """While the context is entered, SIGINT and SIGTERM only set `signum`; the loop looks at it between steps.
 
-    A second Ctrl-C raises KeyboardInterrupt at once. Outside the main thread, where Python allows no handlers, nothing is
+    The first Ctrl-C says so. A second one ends the process at once (in a notebook it raises KeyboardInterrupt): XLA, when it is
+    interrupted in the middle of a compilation, crashes. Outside the main thread, where Python allows no handlers, nothing is
     caught. With several processes SIGTERM is JAX's business, which lets all of them know (see `look`), and Ctrl-C is not caught.
     """
 
@@ -39,5 +42,10 @@ class Interrupt:
 
     def _handle(self, signum, frame) -> None:
         if self.signum is not None and signum == signal.SIGINT:
-            raise KeyboardInterrupt
+            if hasattr(builtins, "__IPYTHON__"):
+                raise KeyboardInterrupt
+            os.write(2, b"\nstopped without saving: the run goes on from its newest checkpoint\n")
+            os._exit(128 + signum)
         self.signum = signum
+        name = signal.Signals(signum).name
+        os.write(2, f"\n{name}: stopping after the next step, which is saved; Ctrl-C once more stops at once\n".encode())

@@ -1,5 +1,7 @@
 """Layers against NumPy in float64, and against their peers in Flax where there is one."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -215,3 +217,40 @@ def test_kernel_choice_does_not_change_the_layer():
     ]
     np.testing.assert_allclose(run(layers[0], x, None, segments)[0], run(layers[1], x, None, segments)[0], atol=1e-6)
     assert set(kernels.CAPABILITIES) >= {"reference", "chunked"}
+
+
+@pytest.mark.parametrize(
+    "changes,message",
+    [
+        (dict(sink="foo"), "sink='foo': must be one of"),
+        (dict(sdpa_activation="relu"), "sdpa_activation='relu'"),
+        (dict(window=-1), "window=-1"),
+        (dict(head_dim=7), "rotates 7 dimensions"),
+        (dict(rope=RopeConfig(fraction=0.3)), "whole even number"),
+        (dict(num_kv_heads=0), "num_kv_heads=0: must be positive"),
+        (dict(num_kv_heads=3), "num_kv_heads may be 1, 2, 4"),
+        (dict(gates="g1:in_dim=99"), "in_dim=99 exceeds d_model=16"),
+        (dict(gates=5), "gates=5: must be a short form"),
+        (dict(kernel="flash"), "kernel='flash'"),
+    ],
+)
+def test_attention_refuses_what_it_cannot_compute(changes, message):
+    settings = dict(num_heads=4, num_kv_heads=2, head_dim=8, d_model=16) | changes
+    with pytest.raises(ValueError, match=re.escape(message)):
+        GatedAttention(**settings, rngs=nnx.Rngs(0))
+
+
+def test_attention_refuses_inputs_of_another_shape():
+    attention = GatedAttention(num_heads=2, num_kv_heads=1, head_dim=4, d_model=8, rngs=nnx.Rngs(0))
+    x = jnp.ones((2, 5, 8))
+    ids = jnp.ones((2, 5), int)
+    for args, message in (
+        ((jnp.ones((2, 5, 7)),), "x of shape (2, 5, 7): must be [B, T, 8]"),
+        ((jnp.ones((5, 8)),), "must be [B, T, 8]"),
+        ((jnp.ones((0, 5, 8)),), "at least 1"),
+        ((x, ids[:1]), "positions int32(1, 5): must be integers of shape (2, 5)"),
+        ((x, None, ids[:, :4]), "segment_ids int32(2, 4)"),
+        ((x, None, jnp.ones((2, 5))), "segment_ids float32(2, 5)"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            attention(*args)
