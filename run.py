@@ -4,6 +4,8 @@ python run.py --config=configs/tiny.py                                   train i
 python run.py --config=configs/tiny.py:gate=none --config.train.steps=200 --workdir=DIR
 python run.py --config=configs/tiny.py --mode=eval --workdir=DIR         the newest checkpoint on all held-out text: JSON lines
 python run.py --config=configs/dense1b7.py --mode=count                  parameters and FLOPs as JSON, nothing allocated
+python run.py --config=configs/moe15b.py:gate=g1 --mode=aot --topology=v5p-128   the training step compiled for a pod, no TPU needed:
+    memory, collectives, roofline; --report=FILE.json writes them, --fit looks for the best remat policy and microbatches
 
 Exit codes: 0 done, 1 too many bad steps in a row or the last checkpoint could not be written, 2 the request cannot run (a line on
 stderr says why), 130 or 143 stopped by Ctrl-C or SIGTERM with everything saved.
@@ -28,7 +30,12 @@ flags.DEFINE_string(
 )
 flags.DEFINE_integer("process_count", None, "How many processes there are, with --coordinator")
 flags.DEFINE_integer("process_id", None, "Which of them this is, from 0, with --coordinator")
-flags.DEFINE_enum("mode", "train", ["train", "eval", "count"], "What to do")
+flags.DEFINE_enum("mode", "train", ["train", "eval", "count", "aot"], "What to do")
+flags.DEFINE_string(
+    "topology", None, "aot: the machine, as the cloud names it: v5p-128, 2xv5p-128, v5e-256, v6e-256, tpu7x-128"
+)
+flags.DEFINE_string("report", None, "aot: a JSON file to write the report to")
+flags.DEFINE_bool("fit", False, "aot: search remat policy and sequences per device for the best that fits")
 
 
 def main(argv: list[str]) -> None:
@@ -43,7 +50,7 @@ def main(argv: list[str]) -> None:
     )  # Orbax tells of every file it writes, and of a full disk in pages; we say it in a line
     if FLAGS.mode in ("train", "eval"):
         hosts.join(FLAGS.coordinator, FLAGS.process_count, FLAGS.process_id)
-    work = {"train": train, "eval": evaluate, "count": count}[FLAGS.mode]
+    work = {"train": train, "eval": evaluate, "count": count, "aot": ahead_of_time}[FLAGS.mode]
     hosts.guarded(lambda: work(config, workdir))
 
 
@@ -52,13 +59,17 @@ def train(config: RunConfig, workdir: Path) -> None:
     from flax import nnx
 
     from gatedattn.inference import sample
-    from gatedattn.training import loop, step
+    from gatedattn.training import compiler, hosts, loop, step
 
     origin = None
     if config.train.init_from and not any((workdir / "checkpoints").glob("[0-9]*")):
         from gatedattn.interop import models
 
         origin = loop.Origin(config.train.init_from, *models.open_model(config.train.init_from))
+    if (folder := compiler.cache_compilations()) and hosts.is_first():
+        print(
+            f"compiled programs are kept in {folder} (JAX_COMPILATION_CACHE_DIR moves it, JAX_ENABLE_COMPILATION_CACHE=false ends it)"
+        )
     try:
         result = loop.train(config, workdir, origin=origin)
     except (loop.Diverged, loop.NotSaved) as error:
@@ -88,6 +99,20 @@ def count(config: RunConfig, workdir: Path) -> None:
             transformer.count(config.model) | {"flops_per_token_train": flops, "seq_len": config.train.seq_len}, indent=2
         )
     )
+
+
+def ahead_of_time(config: RunConfig, workdir: Path) -> None:
+    import jax
+
+    from gatedattn import aot
+
+    jax.config.update(
+        "jax_platforms", jax.config.jax_platforms or "cpu"
+    )  # the machine compiled for is not here: do not look for it
+    if not FLAGS.topology:
+        raise ConfigError("compile for which machine? Give one, e.g. --topology=v5p-128")
+    if code := aot.main(config, FLAGS.topology, FLAGS.report, FLAGS.fit):
+        sys.exit(code)
 
 
 # --- the command line --------------------------------------------------------------------------------------------------------

@@ -122,7 +122,7 @@ class MoEConfig:
 POSITIONS = ("rope", "learned", "none")
 SINKS = ("none", "learned", "off_by_one")
 DTYPES = ("float32", "bfloat16", "float64")
-REMATS = ("none", "full")
+REMATS = ("none", "attn", "mlp", "full", "offload")
 KERNELS = ("auto", "reference", "chunked", "splash", "cudnn", "triton", "tokamax")
 
 
@@ -157,7 +157,7 @@ class TransformerConfig:
     tie_embeddings: bool = True
     init_std: float = 0.02
     dtype: str = "float32"  # of activations and matmuls; parameters are float32 throughout
-    remat: str = "none"  # none | full: recompute each block in the backward pass
+    remat: str = "none"  # none | attn | mlp | full | offload: what the backward pass recomputes, see Transformer.hidden
     kernel: str = "auto"  # attention implementation: auto, or a row of gatedattn.kernels.CAPABILITIES
 
     def __post_init__(self):
@@ -229,7 +229,7 @@ class TrainConfig:
     seed: int = 0
     log_every: int = 10
     z_loss: float = 0.0  # weight of mean(logsumexp(logits)^2)
-    loss_chunk: int = 2048  # tokens whose float32 logits exist at one time
+    loss_chunk: int = 2048  # tokens whose float32 logits exist at one time on a device
     platform: str = "any"  # any | cpu | gpu | tpu: refuse to start elsewhere
     init_from: str = ""  # a MODEL whose parameters a new run begins with; what it lacks (a gate, say) is initialised afresh
 

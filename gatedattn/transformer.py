@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import math
+import re
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from gatedattn.config import TransformerConfig
-from gatedattn.layers import Embedding, GatedAttentionBlock, Linear, RMSNorm
+from gatedattn.layers import Embedding, GatedAttentionBlock, Linear, RMSNorm, rope
 from gatedattn.layers.attention import Probe
 from gatedattn.linear import project
 from gatedattn.sharding import constrain, path_string
+
+OFFLOAD = jax.checkpoint_policies.save_and_offload_only_these_names(
+    names_which_can_be_saved=[],
+    names_which_can_be_offloaded=["block_input"],
+    offload_src="device",
+    offload_dst="pinned_host",
+)
 
 
 class Transformer(nnx.Module):
@@ -57,6 +66,10 @@ class Transformer(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], dict]:
         """The residual stream after the final norm, before the head.
 
+        `config.remat` says what the backward pass computes again instead of keeping it: none; attn, the attention half of each block
+        (projections, norms, gates; not the attention kernel); mlp, the other half; full, the whole block; offload, the whole block,
+        its input waiting in the host's memory.
+
         aux holds, for a mixture of experts, load_balance and router_z (means over the layers), router_load [L, E] and
         router_entropy [L]; and aux["probe"], a tree with a leading L, if a probe is given (see `gatedattn.probes`).
         """
@@ -65,12 +78,15 @@ class Transformer(nnx.Module):
             positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
         x = self.embed(tokens, positions)
         graphdef, params = nnx.split(self.layers)
+        if config.position == "rope":
+            positions = rope.turns(positions, config.rope, config.head_dim, x.dtype)
 
         def block(x, layer):
+            x = checkpoint_name(x, "block_input")
             return nnx.merge(graphdef, layer)(x, positions, segment_ids, probe=probe)
 
-        if config.remat == "full":
-            block = jax.checkpoint(block, prevent_cse=False)
+        if config.remat in ("full", "offload"):
+            block = jax.checkpoint(block, prevent_cse=False, policy=OFFLOAD if config.remat == "offload" else None)
         x, aux = jax.lax.scan(block, x, params)
         for name in ("load_balance", "router_z"):
             if name in aux:
@@ -105,12 +121,18 @@ def abstract_parameters(config: TransformerConfig) -> dict[str, jax.ShapeDtypeSt
 def count(config: TransformerConfig) -> dict[str, int]:
     """Parameters in all, those that one token passes through (top-k of the experts), and those of embedding and head."""
     sizes = {path: math.prod(leaf.shape) for path, leaf in abstract_parameters(config).items()}
-    experts = sum(size for path, size in sizes.items() if "moe/" in path and path.split("/")[2] in ("gate", "up", "down"))
-    idle = experts - experts * config.moe.top_k // config.moe.num_experts if config.is_moe else 0
-    total = sum(sizes.values())
     embedding = sum(size for path, size in sizes.items() if path.startswith(("embedding/", "position/", "head/")))
     gate = sum(size for path, size in sizes.items() if "/gates/" in path)
-    return {"params_total": total, "params_active": total - idle, "params_embedding": embedding, "params_gate": gate}
+    active = sum(_active(config, path, size) for path, size in sizes.items())
+    return {
+        "params_total": sum(sizes.values()), "params_active": active, "params_embedding": embedding, "params_gate": gate,
+    }  # fmt: skip
+
+
+def _active(config: TransformerConfig, path: str, size: int) -> int:
+    """How many of a parameter's numbers one token meets."""
+    expert = "moe/" in path and path.split("/")[2] in ("gate", "up", "down")
+    return size * config.moe.top_k // config.moe.num_experts if expert else size
 
 
 def flops_per_token(config: TransformerConfig, seq_len: int) -> int:
@@ -122,7 +144,25 @@ def flops_per_token(config: TransformerConfig, seq_len: int) -> int:
     counts = count(config)
     looked_up = config.d_model * (config.max_seq_len if config.position == "learned" else 0)
     looked_up += 0 if config.tie_embeddings else config.d_model * config.vocab_size
+    return round(3 * (2 * (counts["params_active"] - looked_up) + _attention_flops(config, seq_len)))
+
+
+def _attention_flops(config: TransformerConfig, seq_len: int) -> float:
     window = min(config.window or seq_len, seq_len)
     keys = window - window * (window - 1) / (2 * seq_len)  # mean over queries of min(t + 1, window)
-    attention = 4 * config.num_layers * config.num_heads * config.head_dim * keys
-    return round(3 * (2 * (counts["params_active"] - looked_up) + attention))
+    return 4 * config.num_layers * config.num_heads * config.head_dim * keys
+
+
+def recomputed_flops_per_token(config: TransformerConfig, seq_len: int) -> int:
+    """FLOPs per token that training does a second time: what `config.remat` asks for, and the scores in the attention kernel's
+    backward pass (half its forward pass). The last product of what is recomputed is spared: nothing reads it.
+    """
+    again = {
+        "none": "(?!)",
+        "attn": r"attention/(?!output)",
+        "mlp": r"(mlp|moe|shared)/(?!.*down)",
+        "full": r"layers/(?!(mlp|moe|moe/shared)/down)",
+    }[config.remat.replace("offload", "full")]
+    sizes = {path: math.prod(leaf.shape) for path, leaf in abstract_parameters(config).items() if re.search(again, path)}
+    attention = _attention_flops(config, seq_len) * (1.5 if config.remat in ("full", "offload") else 0.5)
+    return round(2 * sum(_active(config, path, size) for path, size in sizes.items() if path.endswith("kernel")) + attention)

@@ -52,6 +52,7 @@ for number, argv in enumerate(json.loads(sys.argv[1])):
 def run(folder, *cases):
     """Exit code, stdout and stderr of `python run.py ARGS` for each list of arguments."""
     env = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    env |= {"XDG_CACHE_HOME": str(folder / "cache")}
     command = [sys.executable, "-W", "ignore", "-c", FORKS, json.dumps(cases)]
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr
@@ -89,6 +90,9 @@ def test_every_mistake_is_told_in_a_line_and_exits_with_2(recipe, tmp_path):
         (recipe, "--config.model.vocab_size=100"): "model.vocab_size=257",
         (recipe, "--config.train.platform=tpu"): "JAX found only cpu",
         (recipe, "--mode=eval", "--workdir=nowhere"): "no checkpoint",
+        (recipe, "--mode=aot"): "compile for which machine?",
+        (recipe, "--mode=aot", "--topology=v5p-100"): "the nearest are v5p-64 and v5p-128",
+        (recipe, "--mode=aot", "--topology=v5q-128"): "unknown topology 'v5q-128' (did you mean 'v5p-128'?)",
     }
     for (args, said), (code, out, err) in zip(cases.items(), run(tmp_path, *cases), strict=True):
         assert code == 2, (args, out, err)
@@ -112,6 +116,7 @@ def test_train_then_eval(recipe, tmp_path):
         tmp_path, [recipe], [recipe, "--mode=eval", "--workdir=runs/little"]
     )
     assert code == 0, err
+    assert f"compiled programs are kept in {tmp_path / 'cache'}" in out
     assert "compiled in" in out and "a sample" in out and "mean bos_share" in out
     assert (tmp_path / "runs/little/config.json").exists()
     assert code_eval == 0, err_eval

@@ -6,10 +6,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.extend.core import jaxprs_in_params
 
 from gatedattn import Transformer, TransformerConfig
 from gatedattn.config import MoEConfig
-from gatedattn.transformer import abstract_parameters, count, flops_per_token
+from gatedattn.transformer import abstract_parameters, count, flops_per_token, recomputed_flops_per_token
 
 CONFIG = TransformerConfig(vocab_size=50, d_model=32, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=8, ffn_dim=48)
 MOE = dataclasses.replace(CONFIG, moe=MoEConfig(num_experts=4, top_k=2, expert_dim=16))
@@ -63,6 +64,15 @@ def test_packed_document_equals_it_alone():
     np.testing.assert_allclose(forward(model, TOKENS, positions, segments)[:, 6:], forward(model, TOKENS[:, 6:]), atol=1e-5)
 
 
+def training_jaxpr(config, remat):
+    """The backward pass of the layers as a jaxpr, for one row of 16 tokens."""
+    graphdef, params = nnx.split(
+        nnx.eval_shape(lambda: Transformer(dataclasses.replace(config, remat=remat), rngs=nnx.Rngs(0)))
+    )
+    tokens = jax.ShapeDtypeStruct((1, 16), jnp.int32)
+    return jax.make_jaxpr(jax.grad(lambda p, t: jnp.sin(nnx.merge(graphdef, p).hidden(t)[0]).sum()))(params, tokens)
+
+
 @pytest.mark.parametrize("config", [CONFIG, MOE], ids=["dense", "moe"])
 def test_remat_changes_no_gradient(config):
     def gradients(remat):
@@ -70,7 +80,45 @@ def test_remat_changes_no_gradient(config):
         graphdef, params = nnx.split(model)
         return jax.jit(jax.grad(lambda p: jnp.sin(nnx.merge(graphdef, p)(TOKENS)[0]).sum()))(params)
 
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-4), gradients("none"), gradients("full"))
+    expected = gradients("none")
+    for remat in ("attn", "mlp", "full", "offload"):
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-4), expected, gradients(remat))
+
+
+def matmul_flops(jaxpr) -> int:
+    """FLOPs of all matrix products of a jaxpr, scans as long as they are."""
+    total = 0
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "dot_general":
+            (contract, _), _ = eqn.params["dimension_numbers"]
+            total += 2 * eqn.outvars[0].aval.size * math.prod(eqn.invars[0].aval.shape[i] for i in contract)
+        elif eqn.primitive.name == "ragged_dot_general":
+            rows, width = eqn.invars[0].aval.shape
+            out = eqn.outvars[0].aval.shape  # [rows, n], or [experts, width, n] for a gradient of the weights
+            total += 2 * rows * width * out[-1]
+        times = eqn.params["length"] if eqn.primitive.name == "scan" else 1
+        total += times * sum(matmul_flops(inner) for inner in jaxprs_in_params(eqn.params))
+    return total
+
+
+@pytest.mark.parametrize("config", [CONFIG, MOE], ids=["dense", "moe"])
+def test_recomputation_is_counted(config):
+    """What each remat policy adds to the products of a training step is what the formula says."""
+    T = 16
+    plain = matmul_flops(training_jaxpr(config, "none").jaxpr)
+    masked = (
+        4 * config.num_layers * config.num_heads * config.head_dim * (T - 1) / 2
+    )  # computed, then hidden by the causal mask
+    for remat in ("attn", "mlp", "full", "offload"):
+        added = (matmul_flops(training_jaxpr(config, remat).jaxpr) - plain) / T
+        wanted = [recomputed_flops_per_token(dataclasses.replace(config, remat=name), T) for name in (remat, "none")]
+        expected = wanted[0] - wanted[1] + (masked if remat in ("full", "offload") else 0)
+        assert math.isclose(added, expected, rel_tol=0.03), (remat, added, expected)
+
+
+def test_offload_keeps_the_residual_stream_on_the_host():
+    text = str(training_jaxpr(CONFIG, "offload"))
+    assert "f32<host>[3,1,16,32]" in text or "TransferToMemoryKind" in text or "pinned_host" in text
 
 
 def test_bfloat16_stays_close_to_float32():

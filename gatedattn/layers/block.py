@@ -8,12 +8,15 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from gatedattn import kernels
 from gatedattn.config import TransformerConfig
 from gatedattn.layers.attention import Cache, GatedAttention, Probe
 from gatedattn.layers.mlp import MLP
 from gatedattn.layers.moe import MoE
 from gatedattn.layers.norm import RMSNorm
 from gatedattn.sharding import constrain
+
+KEEP_ATTENTION = jax.checkpoint_policies.save_only_these_names(kernels.SAVED)
 
 SIZES = ("d_model", "num_heads", "num_kv_heads", "head_dim", "ffn_dim")
 
@@ -43,7 +46,7 @@ class GatedAttentionBlock(nnx.Module):
                 raise TypeError(f"GatedAttentionBlock needs a config, or {', '.join(missing)}")
         config = dataclasses.replace(config or TransformerConfig(), **fields)
         dtype = jnp.dtype(dtype or config.dtype)
-        self.clip = config.activation_clip
+        self.clip, self.remat = config.activation_clip, config.remat
 
         def norm():
             return RMSNorm(
@@ -85,18 +88,29 @@ class GatedAttentionBlock(nnx.Module):
         cache: Cache | None = None,
     ) -> tuple[Float[Array, "B T D"], dict]:
         """aux holds the MoE's losses and loads, aux["probe"] what the probe made of this layer, aux["cache"] the cache grown by x."""
-        with jax.named_scope("attention"):
-            y, aux = self.attention(self.attention_norm(x), positions, segment_ids, probe=probe, cache=cache)
-            attended = self._finish(y, self.attention_post_norm)
+
+        def attend(x):
+            with jax.named_scope("attention"):
+                y, aux = self.attention(self.attention_norm(x), positions, segment_ids, probe=probe, cache=cache)
+                return self._finish(y, self.attention_post_norm), aux
+
+        def mix(middle):
+            with jax.named_scope("mlp"):
+                if self.moe is None:
+                    y, aux = self.mlp(self.mlp_norm(middle)), {}
+                else:
+                    y, aux = self.moe(self.mlp_norm(middle), None if segment_ids is None else segment_ids != 0)
+                return self._finish(y, self.mlp_post_norm), aux
+
+        if self.remat == "attn":
+            attend = jax.checkpoint(attend, prevent_cse=False, policy=KEEP_ATTENTION)
+        if self.remat == "mlp":
+            mix = jax.checkpoint(mix, prevent_cse=False)
+        attended, aux = attend(x)
         middle = constrain(x + attended, "BTD")
-        with jax.named_scope("mlp"):
-            if self.moe is None:
-                y = self.mlp(self.mlp_norm(middle))
-            else:
-                y, moe_aux = self.moe(self.mlp_norm(middle), None if segment_ids is None else segment_ids != 0)
-                aux |= moe_aux
-            y = self._finish(y, self.mlp_post_norm)
+        y, moe_aux = mix(middle)
         result = constrain(middle + y, "BTD")
+        aux |= moe_aux
         if probe is not None:
             aux["probe"] |= probe("block", start=x, attention=attended, middle=middle, mlp=y, x=result)
         return result, aux

@@ -1,6 +1,7 @@
 """Rotary position embedding and its extensions to longer contexts."""
 
 import math
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -37,13 +38,25 @@ def inverse_frequencies(config: RopeConfig, head_dim: int) -> tuple[np.ndarray, 
     return (1 - gamma) * plain / config.factor + gamma * plain, temperature
 
 
-def apply(x: Float[Array, "B T N H"], positions: Int[Array, "B T"], config: RopeConfig) -> Float[Array, "B T N H"]:
-    """Rotate the first fraction * H dimensions of each head by position (dimension i is paired with i + R/2), the rest pass through."""
-    frequencies, temperature = inverse_frequencies(config, x.shape[-1])
-    wide = jnp.promote_types(x.dtype, jnp.float32)
+class Turns(NamedTuple):
+    """What rotates: cosines and sines, in at least float32."""
+
+    cos: Float[Array, "B T 1 R"]
+    sin: Float[Array, "B T 1 R"]
+
+
+def turns(positions: Int[Array, "B T"], config: RopeConfig, head_dim: int, dtype=jnp.float32) -> Turns:
+    """For all layers at once, in place of the positions: sines are dear, both to compute and to compile."""
+    frequencies, temperature = inverse_frequencies(config, head_dim)
+    wide = jnp.promote_types(dtype, jnp.float32)
     angle = positions[..., None, None].astype(wide) * jnp.asarray(frequencies, wide)
-    cos, sin = temperature * jnp.cos(angle), temperature * jnp.sin(angle)
-    rotated = 2 * len(frequencies)
-    first, second = jnp.split(x[..., :rotated].astype(wide), 2, axis=-1)
+    return Turns(temperature * jnp.cos(angle), temperature * jnp.sin(angle))
+
+
+def apply(x: Float[Array, "B T N H"], positions: Int[Array, "B T"] | Turns, config: RopeConfig) -> Float[Array, "B T N H"]:
+    """Rotate the first fraction * H dimensions of each head by position (dimension i is paired with i + R/2), the rest pass through."""
+    cos, sin = positions if isinstance(positions, Turns) else turns(positions, config, x.shape[-1], x.dtype)
+    rotated = 2 * cos.shape[-1]
+    first, second = jnp.split(x[..., :rotated].astype(cos.dtype), 2, axis=-1)
     turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
     return jnp.concatenate([turned, x[..., rotated:]], axis=-1) if rotated < x.shape[-1] else turned

@@ -20,7 +20,7 @@ from gatedattn import data as data_lib
 from gatedattn import transformer
 from gatedattn.config import ConfigError, RunConfig, to_mapping
 from gatedattn.data import Data
-from gatedattn.training import console, evaluate, guard, initial, recorder, resume
+from gatedattn.training import compiler, console, evaluate, guard, initial, recorder, resume
 from gatedattn.training import step as steps
 from gatedattn.training import workdir as workdir_lib
 from gatedattn.training.checkpoint import Checkpoints, NotSaved
@@ -192,11 +192,8 @@ class _Run:
         """The train step, compiled for this state. Done apart from the first step, so that its seconds can be told."""
         say("compiling the training step ...")
         began = time.perf_counter()
-        shardings = self.place.shardings(self.abstract)
-        step = jax.jit(
-            steps.make_train_step(self.config), donate_argnums=0, out_shardings=shardings and (shardings, self.place.everywhere)
-        )
-        compiled = step.lower(state, self.batch(0)).compile()
+        lowered = compiler.lower_train_step(self.config, self.place, state, self.batch(0))
+        compiled = lowered.compile(compiler_options=compiler.OPTIONS[jax.default_backend()])
         say(f"compiled in {time.perf_counter() - began:.1f} s")
         return compiled
 

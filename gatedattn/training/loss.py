@@ -4,7 +4,10 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
+
+from gatedattn.sharding import division, explicit
 
 
 def next_token_loss(
@@ -24,24 +27,94 @@ def next_token_loss(
     `count` is the number of unmasked tokens, `correct` how many of them had the target among the largest logits. Only
     `loss_sum` carries a gradient. Float32 logits (float64 for float64 inputs) exist for `chunk` tokens at a time, also in the
     backward pass: the gradients of a chunk are computed right after its loss, which spares computing the logits a second time.
+
+    Under a mesh each device goes through its own tokens, `chunk` at a time, and the gradient of the unembedding is summed over
+    devices once, at the end.
     """
+    return _loss(hidden, unembedding, targets, mask.astype(bool), z_loss, chunk)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _loss(hidden, unembedding, targets, mask, z_loss, chunk):
+    return _on_devices(hidden, unembedding, targets, mask, z_loss, chunk, gradient=False)[0]
+
+
+def _forward(hidden, unembedding, targets, mask, z_loss, chunk):
+    total, *gradients = _on_devices(hidden, unembedding, targets, mask, z_loss, chunk, gradient=True)
+    return total, gradients
+
+
+def _backward(z_loss, chunk, gradients, cotangent):
+    d_hidden, d_unembedding = gradients
+    g = cotangent["loss_sum"]
+    return (g * d_hidden).astype(d_hidden.dtype), (g * d_unembedding).astype(d_unembedding.dtype), None, None
+
+
+_loss.defvjp(_forward, _backward)
+
+
+def _on_devices(hidden, unembedding, targets, mask, z_loss, chunk, gradient: bool):
+    """`_over_chunks` on each device's own tokens, and the sums over devices."""
+    f = functools.partial(_over_chunks, z_loss=z_loss, chunk=chunk, gradient=gradient)
+    w = unembedding.astype(hidden.dtype)  # before it is gathered
+    cut = () if explicit() else tuple(division(letter, size) for letter, size in zip("BT", targets.shape, strict=True))
+    axes = tuple(axis for part in cut for axis in part)
+    if not axes:
+        total, *gradients = f(hidden, w, targets, mask)
+    else:
+        sizes = jax.sharding.get_abstract_mesh().shape
+        scatter = "fsdp" if "fsdp" in axes and hidden.shape[-1] % sizes["fsdp"] == 0 else None  # as the parameter lies
+
+        def on_part(*part):
+            total, *gradients = f(*part)
+            if gradients:
+                d_w = jax.lax.psum(gradients[1], [axis for axis in axes if axis != scatter])
+                gradients[1] = jax.lax.psum_scatter(d_w, scatter, tiled=True) if scatter else d_w
+            return jax.lax.psum(total, axes), *gradients
+
+        rows = P(*(part or None for part in cut))
+        outs = (P(), rows, P(scatter)) if gradient else (P(),)
+        ins = (rows, P(), rows, rows)
+        total, *gradients = jax.shard_map(on_part, in_specs=ins, out_specs=outs, axis_names=set(axes), check_vma=False)(
+            hidden, w, targets, mask
+        )
+    if gradients:
+        gradients[1] = gradients[1].astype(unembedding.dtype)
+    return total, *gradients
+
+
+def _over_chunks(hidden, w, targets, mask, z_loss, chunk, gradient: bool):
+    """The sums over all rows; with `gradient`, also d loss_sum / d hidden and d loss_sum / d w, the latter in full precision."""
     rows = targets.size
     chunks = -(-rows // chunk)
     chunk = -(-rows // chunks)  # even chunks need the least padding
 
     def split(x):
-        # Chunk i takes the rows i, i + chunks, i + 2 * chunks, ...: a batch sharded over devices then stays so in each chunk.
         x = x.reshape(rows, *x.shape[2:])
         x = jnp.pad(x, [(0, chunk * chunks - rows)] + [(0, 0)] * (x.ndim - 1))
-        return x.reshape(chunk, chunks, *x.shape[1:]).swapaxes(0, 1)
+        return x.reshape(chunks, chunk, *x.shape[1:])
 
-    return _chunked(split(hidden), unembedding, split(targets), split(mask.astype(bool)), z_loss)
+    def body(carry, x):
+        total, *d_w = carry
+        sums, *gradients = _chunk_sums(x[0], w, *x[1:], z_loss, gradient)
+        total = jax.tree.map(jnp.add, total, sums)
+        if not gradient:
+            return (total,), ()
+        return (total, d_w[0] + gradients[1]), gradients[0]
+
+    dtype = jnp.promote_types(jnp.float32, hidden.dtype)
+    start = ({name: jnp.zeros((), dtype) for name in ("loss_sum", "ce_sum", "z_sum", "count", "correct")},)
+    start += (jnp.zeros(w.shape, dtype),) if gradient else ()
+    (total, *d_w), d_hidden = jax.lax.scan(body, start, (split(hidden), split(targets), split(mask)))
+    if not gradient:
+        return (total,)
+    d_hidden = d_hidden.reshape(chunk * chunks, -1)[:rows].reshape(hidden.shape)
+    return total, d_hidden, d_w[0]
 
 
-def _chunk_sums(hidden, unembedding, targets, mask, z_loss, gradient: bool):
-    """Sums of one chunk [R, D]; with `gradient`, also d loss_sum / d hidden and d loss_sum / d unembedding."""
+def _chunk_sums(hidden, w, targets, mask, z_loss, gradient: bool):
+    """Sums of one chunk [R, D]; with `gradient`, also d loss_sum / d hidden and d loss_sum / d w."""
     accumulate = jnp.promote_types(jnp.float32, hidden.dtype)
-    w = unembedding.astype(hidden.dtype)
     logits = jnp.dot(hidden, w, preferred_element_type=accumulate)
     # A comparison, not a gather: it fuses, and it works when V is sharded.
     hit = jax.lax.broadcasted_iota(targets.dtype, logits.shape, 1) == targets[:, None]
@@ -60,44 +133,7 @@ def _chunk_sums(hidden, unembedding, targets, mask, z_loss, gradient: bool):
         "correct": jnp.sum(mask & (label >= largest), dtype=accumulate),
     }
     if not gradient:
-        return sums
+        return (sums,)
     d_logits = exp * ((1 + 2 * z_loss * lse) / normalizer)[:, None] - hit  # d ce = p - onehot, d lse^2 = 2 lse p
     d_logits = jnp.where(mask[:, None], d_logits, 0).astype(hidden.dtype)
-    d_unembedding = jnp.dot(hidden.T, d_logits, preferred_element_type=accumulate)
-    return sums, jnp.dot(d_logits, w.T), d_unembedding
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _chunked(hidden, unembedding, targets, mask, z_loss):
-    def body(total, x):
-        h, y, m = x
-        return jax.tree.map(jnp.add, total, _chunk_sums(h, unembedding, y, m, z_loss, gradient=False)), None
-
-    return jax.lax.scan(body, _zeros(hidden), (hidden, targets, mask))[0]
-
-
-def _zeros(hidden):
-    dtype = jnp.promote_types(jnp.float32, hidden.dtype)
-    return {name: jnp.zeros((), dtype) for name in ("loss_sum", "ce_sum", "z_sum", "count", "correct")}
-
-
-def _forward(hidden, unembedding, targets, mask, z_loss):
-    def body(carry, x):
-        total, d_unembedding = carry
-        h, y, m = x
-        sums, d_h, d_w = _chunk_sums(h, unembedding, y, m, z_loss, gradient=True)
-        return (jax.tree.map(jnp.add, total, sums), d_unembedding + d_w), d_h
-
-    zeros = _zeros(hidden)
-    start = zeros, jnp.zeros(unembedding.shape, zeros["ce_sum"].dtype)
-    (total, d_unembedding), d_hidden = jax.lax.scan(body, start, (hidden, targets, mask))
-    return total, (d_hidden, d_unembedding.astype(unembedding.dtype))
-
-
-def _backward(z_loss, gradients, cotangent):
-    d_hidden, d_unembedding = gradients
-    g = cotangent["loss_sum"]
-    return (g * d_hidden).astype(d_hidden.dtype), (g * d_unembedding).astype(d_unembedding.dtype), None, None
-
-
-_chunked.defvjp(_forward, _backward)
+    return sums, jnp.dot(d_logits, w.T), jnp.dot(hidden.T, d_logits, preferred_element_type=accumulate)

@@ -3,7 +3,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AxisType
 
+from gatedattn.aot.hlo import Program
 from gatedattn.training.loss import next_token_loss
 
 B, T, D, V = 3, 7, 5, 11
@@ -109,3 +111,24 @@ def test_memory_does_not_grow_with_the_logits():
     one_chunk = chunk * v * 4
     assert large - small < one_chunk
     assert large < 16384 * v * 4 / 4  # and far from the whole [B*T, V]
+
+
+@pytest.mark.parametrize("axes", [{"fsdp": 4, "tensor": 2}, {"data": 2, "expert": 2, "context": 2}], ids=str)
+def test_on_a_mesh_the_same_and_the_unembedding_summed_once(axes):
+    keys = jax.random.split(jax.random.key(0), 3)
+    hidden, unembedding = jax.random.normal(keys[0], (4, 16, 8)), jax.random.normal(keys[1], (8, 32))
+    targets, mask = jax.random.randint(keys[2], (4, 16), 0, 32), jnp.arange(16)[None] > jnp.arange(4)[:, None]
+
+    def loss(h, w, y, m):
+        return next_token_loss(h, w, y, m, z_loss=0.1, chunk=3)["loss_sum"]
+
+    step = jax.value_and_grad(loss, (0, 1))
+    expected = step(hidden, unembedding, targets, mask)
+    mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(step).lower(hidden, unembedding, targets, mask).compile()
+        found = compiled(hidden, unembedding, targets, mask)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5), found, expected)
+    program = Program(compiled.as_text())
+    summed = [c for c in program.collectives() if c.kind in ("all-reduce", "reduce-scatter") and c.payload >= 8 * 32 * 4 / 2]
+    assert sum(c.times for c in summed) == 1, summed
