@@ -52,6 +52,7 @@ def test_any_type(dtype):
 
 @pytest.mark.parametrize("experts", [0, 4])
 @pytest.mark.parametrize("axes", [("data", "tensor"), ("dp", "model")])
+@pytest.mark.slow
 def test_meshes(axes, experts):
     """Auto and Explicit, with our axes and with a stranger's; sequences and weights divided; as without a mesh."""
     moe = MoEConfig(num_experts=experts, top_k=2, expert_dim=8)

@@ -254,6 +254,7 @@ def test_explicit_mesh(alone, config):
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
+@pytest.mark.slow
 def test_a_divided_training_step(name):
     """Parameters and optimiser state after a step are those of one device, and lie where the rules say."""
     train = TrainConfig(batch_size=B, seq_len=T, microbatches=2)

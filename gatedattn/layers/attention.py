@@ -169,7 +169,9 @@ class GatedAttention(nnx.Module):
         if x.ndim != 3 or x.shape[-1] != D or 0 in x.shape:
             raise ValueError(f"x of shape {x.shape}: must be [B, T, {D}], with B and T of at least 1")
         for name, ids in (("positions", positions), ("segment_ids", segment_ids)):
-            if ids is not None and (ids.shape != x.shape[:2] or not jnp.issubdtype(ids.dtype, jnp.integer)):
+            if ids is None or isinstance(ids, rope_lib.Turns):
+                continue
+            if ids.shape != x.shape[:2] or not jnp.issubdtype(ids.dtype, jnp.integer):
                 raise ValueError(f"{name} {ids.dtype}{ids.shape}: must be integers of shape {x.shape[:2]}, as x is {x.shape}")
         if positions is None:
             positions = jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2])

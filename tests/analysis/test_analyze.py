@@ -38,6 +38,7 @@ def saved(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_two_models_side_by_side(saved, tmp_path, capsys):
     argv = ["analyze", str(saved / "plain"), str(saved / "gated"), f"--text={saved / 'text.txt'}", f"--out={tmp_path}"]
     assert main([*argv, "--rows=2", "--length=32", "--window=8", "--layers=0,2"]) == 0

@@ -76,6 +76,7 @@ def test_gates_that_change_the_model_and_other_settings_are_said(config, capsys)
     assert "WARNING      the new gates g1 change the model" in out and "model.norm_eps was 1e-05 there and is 1e-06 here" in out
 
 
+@pytest.mark.slow
 def test_a_run_begins_with_another_runs_parameters_and_resumes_as_its_own(text_config, tmp_path, capsys):
     from gatedattn.interop import models
 

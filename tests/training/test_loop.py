@@ -169,7 +169,8 @@ def test_a_run_outlives_a_full_disk(text_config, tmp_path, small_disk, monkeypat
         assert "could not be written" in out and "No space left on device" in out and "training goes on" in out
         assert [line["step"] for line in lines(disk / "run/metrics.jsonl")] == list(range(1, 25))
         with Checkpoints(disk / "run", read_only=True) as checkpoints:
-            assert checkpoints.steps()[0] == 4 and checkpoints.steps()[-1] == 24 and 12 not in checkpoints.steps()
+            kept = checkpoints.steps()  # what the failed save leaves is taken away, which may make room for the next one
+            assert kept[0] == 4 and kept[-1] == 24 and len(kept) < 6
             like = jax.eval_shape(lambda: result.params)
             jax.tree.map(np.testing.assert_array_equal, checkpoints.restore_params(like, 24), result.params)
             checkpoints.restore_params(like, 4)

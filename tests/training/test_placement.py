@@ -77,6 +77,7 @@ def test_only_data_goes_across_slices():
         make_mesh({"data": 1, "fsdp": 16, "tensor": 1, "expert": 1, "context": 1}, chips)
 
 
+@pytest.mark.slow
 def test_eight_devices_learn_what_one_learns_and_go_on_over_another_mesh(text_config, tmp_path):
     def train(steps, folder, devices, **mesh):
         train = dataclasses.replace(text_config.train, steps=steps, log_every=1)
