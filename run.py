@@ -59,17 +59,14 @@ def train(config: RunConfig, workdir: Path) -> None:
     from flax import nnx
 
     from gatedattn.inference import sample
-    from gatedattn.training import compiler, hosts, loop, step
+    from gatedattn.training import compiler, loop, step
 
     origin = None
     if config.train.init_from and not any((workdir / "checkpoints").glob("[0-9]*")):
         from gatedattn.interop import models
 
         origin = loop.Origin(config.train.init_from, *models.open_model(config.train.init_from))
-    if (folder := compiler.cache_compilations()) and hosts.is_first():
-        print(
-            f"compiled programs are kept in {folder} (JAX_COMPILATION_CACHE_DIR moves it, JAX_ENABLE_COMPILATION_CACHE=false ends it)"
-        )
+    compiler.cache_compilations()
     try:
         result = loop.train(config, workdir, origin=origin)
     except (loop.Diverged, loop.NotSaved) as error:

@@ -74,6 +74,7 @@ def training_jaxpr(config, remat):
 
 
 @pytest.mark.parametrize("config", [CONFIG, MOE], ids=["dense", "moe"])
+@pytest.mark.slow
 def test_remat_changes_no_gradient(config):
     def gradients(remat):
         model = Transformer(dataclasses.replace(config, remat=remat), rngs=nnx.Rngs(0))
@@ -101,9 +102,10 @@ def matmul_flops(jaxpr) -> int:
     return total
 
 
-@pytest.mark.parametrize("config", [CONFIG, MOE], ids=["dense", "moe"])
-def test_recomputation_is_counted(config):
-    """What each remat policy adds to the products of a training step is what the formula says."""
+def test_recomputation_is_counted():
+    """What each remat policy adds to the products of a training step is what the formula says. (Of a mixture of experts it cannot be
+    read off the program: its products by tiles are a loop whose length is not known.)"""
+    config = CONFIG
     T = 16
     plain = matmul_flops(training_jaxpr(config, "none").jaxpr)
     masked = (

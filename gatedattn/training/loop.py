@@ -190,7 +190,8 @@ class _Run:
 
     def compile(self, state: steps.TrainState):
         """The train step, compiled for this state. Done apart from the first step, so that its seconds can be told."""
-        say("compiling the training step ...")
+        kept = jax.config.jax_enable_compilation_cache and jax.config.jax_compilation_cache_dir
+        say(f"compiling the training step ...{f' (programs are kept in {kept})' if kept else ''}")
         began = time.perf_counter()
         lowered = compiler.lower_train_step(self.config, self.place, state, self.batch(0))
         compiled = lowered.compile(compiler_options=compiler.OPTIONS[jax.default_backend()])

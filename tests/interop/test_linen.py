@@ -52,6 +52,7 @@ def test_same_parameters_and_results_as_nnx(name):
 
 
 @pytest.mark.parametrize("experts", [0, 4])
+@pytest.mark.slow
 def test_meshes(experts):
     """Sequences divided over devices, Auto and Explicit: values and gradients of a single device. The block holds all the layers."""
     module = linen.GatedAttentionBlock(**BLOCK, moe=MoEConfig(num_experts=experts, top_k=2, expert_dim=8))

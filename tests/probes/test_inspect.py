@@ -199,6 +199,7 @@ def test_router_load_and_bfloat16():
     )
 
 
+@pytest.mark.slow
 def test_the_same_on_a_mesh():
     config = dataclasses.replace(CONFIG, gates="g1+g2:headwise", dtype="float32")
     model = Transformer(config, rngs=nnx.Rngs(0))

@@ -57,6 +57,7 @@ def test_an_interrupted_run_ends_up_where_an_undisturbed_one_does(text_config, t
     jax.tree.map(np.testing.assert_array_equal, whole.params, again.params)
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_from_its_checkpoint_and_each_step_stands_once(text_config, tmp_path):
     loop.train(text_config, tmp_path / "run", ONE)
     expected = {name: lines(tmp_path / "run" / name) for name in recorder.FILES}

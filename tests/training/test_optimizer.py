@@ -115,6 +115,7 @@ def test_clipping_bounds_the_norm_that_adam_sees():
     np.testing.assert_allclose(optax.tree.norm(optax.tree.get(state, "mu")), 0.5, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_adamw_is_optaxs_whatever_step_it_is_given():
     config = OptimizerConfig(warmup_steps=0, clip_norm=0.0)
     tree, grads = params(), params()

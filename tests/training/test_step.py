@@ -9,6 +9,7 @@ from flax import nnx
 from gatedattn.training import step as steps
 
 
+@pytest.mark.slow
 def test_microbatches_change_nothing_but_memory(config, batch):
     """Sums and counts: with loss masks as uneven as these, a mean of per-part means would be far off."""
     results = []
