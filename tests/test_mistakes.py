@@ -3,54 +3,12 @@
 The cases run in forks of one process that has imported everything; a handful run as a user runs them.
 """
 
-import json
-import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
-
-RECIPE = """
-from gatedattn.config import *
-
-def get_config(arg=None):
-    args = parse_recipe_args(arg, layers=2)
-    return to_config_dict(RunConfig(
-        name="little",
-        model=TransformerConfig(
-            vocab_size=257, d_model=32, num_layers=args.layers, num_heads=4, num_kv_heads=2, head_dim=8, ffn_dim=48,
-            gates=args.gate or "g1",
-        ),
-        data=DataConfig(source="text:TEXTS/*.txt", tokenizer="bytes", cache_dir="TEXTS/cache"),
-        train=TrainConfig(steps=4, batch_size=4, seq_len=16),
-        optimizer=OptimizerConfig(warmup_steps=1),
-    ))
-"""
-
-FORKS = """
-import json, os, sys
-import absl.app, flax.nnx, gatedattn.inference.sample, gatedattn.interop.models, gatedattn.training.loop
-import run
-for number, argv in enumerate(json.loads(sys.argv[1])):
-    pid = os.fork()
-    if not pid:
-        os.dup2(os.open(f"{number}.out", os.O_CREAT | os.O_WRONLY), 1)
-        os.dup2(os.open(f"{number}.err", os.O_CREAT | os.O_WRONLY), 2)
-        sys.argv = ["run.py", *argv]
-        code = 0
-        try:
-            absl.app.run(run.run, argv=sys.argv, flags_parser=run.parse)
-        except SystemExit as end:
-            code = end.code or 0
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)  # to take all these modules down again would cost seconds
-    _, status, usage = os.wait4(pid, 0)
-    print(os.waitstatus_to_exitcode(status), usage.ru_utime + usage.ru_stime)
-"""
+from tests.command_line import ROOT, environment, run, told, write_recipe
 
 # Arguments after the recipe -> what the message says, among other things. FOLDER: the test's own; it holds four texts, an empty
 # file, latin1.txt (not UTF-8), broken.json, and `file`, which is no folder.
@@ -151,40 +109,23 @@ MISTAKES = {
 
 @pytest.fixture
 def recipe(tmp_path):
-    for i in range(4):
-        (tmp_path / f"{i}.txt").write_text(f"The {i} gates open, and {i} sinks close. " * 20)
     (tmp_path / "empty").write_text("")
     (tmp_path / "latin1").write_bytes(b"caf\xe9 au lait")
     (tmp_path / "broken.json").write_text('{"model": {"type": "BPE", "vocab": {"a": -1}, "merges": []}}')
     (tmp_path / "file").write_text("not a folder")
-    path = tmp_path / "little.py"
-    path.write_text(RECIPE.replace("TEXTS", str(tmp_path)))
-    return f"--config={path}"
-
-
-def environment():
-    return os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
-
-
-def told(err):
-    return [line for line in err.splitlines() if not line.startswith("[data]")]
+    return write_recipe(tmp_path)
 
 
 def test_every_mistake_is_told_in_a_line_and_exits_with_2(recipe, tmp_path):
     assert len(MISTAKES) >= 50
     texts = [key.replace("FOLDER", str(tmp_path)).split(" ") for key in MISTAKES]
     cases = [[recipe, f"--workdir={tmp_path}/run{number}", *text] for number, text in enumerate(texts)]
-    command = [sys.executable, "-W", "ignore", "-c", FORKS, json.dumps(cases)]
-    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False, timeout=300)
-    assert done.returncode == 0, done.stderr
     wrong = []
-    for number, (key, line) in enumerate(zip(MISTAKES, done.stdout.splitlines(), strict=True)):
-        code, seconds = line.split()
-        out, err = ((tmp_path / f"{number}.{name}").read_text() for name in ("out", "err"))
+    for key, (code, out, err, seconds) in zip(MISTAKES, run(tmp_path, *cases), strict=True):
         said = MISTAKES[key].replace("FOLDER", str(tmp_path))
         lines = told(err)
-        fine = code == "2" and said in err and len(lines) <= 2 and lines[0].startswith("error: ")
-        fine = fine and "Traceback" not in out + err and "compil" not in out and float(seconds) < 10
+        fine = code == 2 and said in err and len(lines) <= 2 and lines[0].startswith("error: ")
+        fine = fine and "Traceback" not in out + err and "compil" not in out and seconds < 10
         if not fine:
             wrong.append(f"{key}\n  exit code {code}, {seconds} s; must say {said!r}\n  {err[-600:]}\n  {out[-200:]}")
     assert not wrong, "\n".join([f"{len(wrong)} of {len(MISTAKES)}", *wrong])
