@@ -96,11 +96,7 @@ def generate(args):
         raise ConfigError("--prompt is not valid UTF-8")
     policy = inference.CachePolicy.parse(args.cache)
 
-    from gatedattn.interop import models
-
-    model, tokenizer = models.load_model(args.model)
-    if tokenizer is None:
-        raise ConfigError(f"{args.model} has no tokenizer to read the prompt with")
+    model, tokenizer = load_with_tokenizer(args.model, to_read="the prompt")
     options = dict(max_tokens=args.max_tokens, temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, seed=args.seed)
     for piece in inference.stream_text(model, tokenizer, args.prompt, policy=policy, **options):
         print(piece, end="", flush=True)
@@ -194,16 +190,11 @@ def spikes(args):
     argument("--json", action="store_true", help="one object: sets, by_position in each, and their average"),
 )
 def perplexity(args):
-    from gatedattn.config import ConfigError
     from gatedattn.evaluation import perplexity as lib
 
     sets = lib.text_sets(args.text)
 
-    from gatedattn.interop import models
-
-    model, tokenizer = models.load_model(args.model)
-    if tokenizer is None:
-        raise ConfigError(f"{args.model} has no tokenizer to read texts with")
+    model, tokenizer = load_with_tokenizer(args.model, to_read="texts")
     sizes = dict(length=args.length, stride=args.stride, batch=args.batch)
     found = {name: lib.measure(model, tokenizer, lib.texts(files), progress=name, **sizes) for name, files in sets.items()}
     average = lib.average(list(found.values()))
@@ -233,13 +224,9 @@ def perplexity(args):
     argument("--out", help="write all results, per item too, to this JSON file"),
 )
 def harness(args):
-    from gatedattn.config import ConfigError
     from gatedattn.evaluation import harness as lib
-    from gatedattn.interop import models
 
-    model, tokenizer = models.load_model(args.model)
-    if tokenizer is None:
-        raise ConfigError(f"{args.model} has no tokenizer to read tasks with")
+    model, tokenizer = load_with_tokenizer(args.model, to_read="tasks")
     subject = lib.HarnessModel(model, tokenizer, max_length=args.max_length, batch_size=args.batch_size)
     options = dict(limit=args.limit, num_fewshot=args.num_fewshot, use_cache=args.cache, log_samples=bool(args.out))
     results = lib.evaluate(subject, args.tasks, include_path=args.include_path, **options)
@@ -276,6 +263,17 @@ def prepare(args):
     print(
         f"train with --config.data.source=prepared:{args.folder} --config.train.seq_len={args.seq_len} --config.data.bos={args.bos}"
     )
+
+
+def load_with_tokenizer(path: str, to_read: str):
+    """A MODEL and its tokenizer. Raises `ConfigError` if it has none."""
+    from gatedattn.config import ConfigError
+    from gatedattn.interop import models
+
+    model, tokenizer = models.load_model(path)
+    if tokenizer is None:
+        raise ConfigError(f"{path} has no tokenizer to read {to_read} with")
+    return model, tokenizer
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

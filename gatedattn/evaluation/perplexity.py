@@ -22,6 +22,7 @@ from gatedattn.config import ConfigError
 from gatedattn.data.sources import read_text
 from gatedattn.data.tokenizers import Tokenizer
 from gatedattn.linear import project
+from gatedattn.training.evaluate import perplexity
 from gatedattn.transformer import Transformer
 
 CHUNK = 256  # tokens of each row whose float32 logits exist at one time
@@ -175,7 +176,7 @@ def measure(
     ]
     return {
         "loss": loss,
-        "perplexity": math.exp(loss) if loss < 700 else math.inf,
+        "perplexity": perplexity(loss),
         "bits_per_byte": total / math.log(2) / text_bytes,
         "tokens": tokens,
         "text_bytes": text_bytes,
