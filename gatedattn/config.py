@@ -146,7 +146,7 @@ class TransformerConfig:
     sdpa_norm: bool = False  # RMSNorm on each head's SDPA output (the paper's "GroupNorm" row of Table 3)
     sdpa_activation: str = "none"  # none | silu on the SDPA output, without parameters (Table 3)
     position: str = "rope"  # rope | learned | none
-    max_seq_len: int = 4096  # rows of the learned position table
+    max_seq_len: int = 4096  # rows of the learned position table; the harness reads no further, whatever the position
     rope: RopeConfig = field(default_factory=RopeConfig)
     moe: MoEConfig = field(default_factory=MoEConfig)
     norm_eps: float = 1e-6
