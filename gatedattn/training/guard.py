@@ -5,8 +5,9 @@ steps and s = 1.4826 median(|x - m|) their robust standard deviation, x is a spi
 
     x > m + max(rise, deviations * s),    rise = loss_rise for the loss, grad_rise * m for the gradient norm
 
-once `WARM_UP` steps have been seen. Thresholds and warm-up are those by which `python -m gatedattn spikes` reads a logged curve;
-here every step counts rather than every logged one, since the device sees them all.
+once `WARM_UP` steps have been seen. The thresholds are those by which `python -m gatedattn spikes` reads a logged curve, the
+deviation is not: here it is that of the window at hand, there a running median of centred rises, which a trend does not widen
+but which needs three times the warm-up (docs/definitions.md). And here every step counts, not every logged one.
 """
 
 from __future__ import annotations
