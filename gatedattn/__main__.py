@@ -300,8 +300,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         sub.set_defaults(function=function)
     args = parser.parse_args(argv)
 
+    from absl import logging
+
     from gatedattn.config import ConfigError
 
+    logging.set_verbosity(logging.ERROR)  # Orbax warns of opening a checkpoint read-only, which is what we mean to do
     try:
         code = args.function(args) or 0
         sys.stdout.flush()
