@@ -45,7 +45,7 @@ def heads(analyses: Sequence[Analysis]) -> Figure:
         axis.grid(False)
         axis.xaxis.get_major_locator().set_params(integer=True)
         axis.yaxis.get_major_locator().set_params(integer=True)
-    figure.colorbar(image, ax=list(axes), label="attention on the first token (bos_share)", shrink=0.9)
+    figure.colorbar(image, ax=list(axes), label="bos_share", shrink=0.9)
     return figure
 
 

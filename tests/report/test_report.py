@@ -117,6 +117,8 @@ def test_in_a_browser(page, scheme, width, tmp_path):
         browser.get(page[0].as_uri())
         assert browser.execute_script("return document.querySelectorAll('.js-plotly-plot').length") >= 7
         assert browser.execute_script("return document.documentElement.scrollWidth") <= width
+        spill = "return [...document.querySelectorAll('.js-plotly-plot')].map(p => p._fullLayout.width - p.clientWidth)"
+        assert max(browser.execute_script(spill)) <= 1  # none is drawn over its neighbour
         ink = "return [...document.querySelectorAll('.js-plotly-plot')].map(p => p._fullLayout.font.color)"
         assert set(browser.execute_script(ink)) == {"#dfe3ea" if scheme == "dark" else "#1d2430"}
         shown = "return ['map0', 'map1'].map(id => document.getElementById(id).data[0].z)"
