@@ -7,6 +7,16 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax
 import pytest
 
+
+def pytest_configure(config):
+    """The programs here run for milliseconds and compile for seconds: what one test has compiled, another one (or a command
+    that it starts, or tomorrow's) reads from .pytest_cache."""
+    folder = os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(config.cache.mkdir("jax")))
+    seconds = os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
+    jax.config.update("jax_compilation_cache_dir", folder)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", float(seconds))
+
+
 # Tests compile far more than they compute: spare LLVM's optimisations. What XLA itself decides (fusion, memory) stays.
 jax.config.update("jax_disable_most_optimizations", True)
 

@@ -29,7 +29,10 @@ def data(dtype=jnp.float32):
     return jnp.asarray(np.random.default_rng(1).normal(size=(B, T, D)), dtype)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
+@pytest.mark.parametrize(
+    "dtype",
+    ["bfloat16", "float64", pytest.param("float32", marks=pytest.mark.slow), pytest.param("float16", marks=pytest.mark.slow)],
+)
 def test_any_type(dtype):
     with jax.enable_x64(dtype == "float64"):
         # XLA's CPU back end has no product of bfloat16 matrices with a float32 result, which it makes of a float32 router's: on CPU,
@@ -118,7 +121,7 @@ def test_there_are_three_examples():
     assert list(examples()) == ["In an NNX model", "In a Linen model", "In a pretrained model"]
 
 
-@pytest.mark.parametrize("title", examples())
+@pytest.mark.parametrize("title", [t if "NNX" in t else pytest.param(t, marks=pytest.mark.slow) for t in examples()])
 def test_examples_of_the_documentation(title, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     exec(compile(examples()[title], f"docs/reuse.md: {title}", "exec"), {"__name__": "example"})

@@ -53,6 +53,7 @@ def test_count_allocates_nothing_and_prints_json(recipe, tmp_path):
     assert counts["flops_per_token_train"] > 6 * (counts["params_active"] - counts["params_embedding"])
 
 
+@pytest.mark.slow
 def test_train_then_eval(recipe, tmp_path):
     (code, out, err, _), (code_eval, out_eval, err_eval, _) = run(
         tmp_path, [recipe], [recipe, "--mode=eval", "--workdir=runs/little"]

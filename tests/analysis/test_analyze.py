@@ -77,6 +77,7 @@ def test_two_models_side_by_side(saved, tmp_path, capsys):
     np.testing.assert_allclose([float(w) for w in words[:32]], openness, atol=6e-4)
 
 
+@pytest.mark.slow
 def test_a_run_a_checkpoint_and_a_hugging_face_folder(saved, tmp_path):
     """The same parameters, kept in three other ways, give the same analysis."""
     model, tokenizer = models.load_model(saved / "plain")

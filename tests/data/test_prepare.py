@@ -83,6 +83,7 @@ def test_a_prepared_corpus_is_the_same_text(corpus, tmp_path):
     assert sum(len(rows) for rows in data.train.locate(5).values()) == 4
 
 
+@pytest.mark.slow
 def test_the_files_do_not_depend_on_how_many_made_them(corpus, tmp_path):
     one = prepare(**corpus, folder=tmp_path / "one", seq_len=16, workers=1, part_bytes=2000)
     two = prepare(**corpus, folder=tmp_path / "two", seq_len=16, workers=2, part_bytes=2000)
@@ -115,6 +116,7 @@ def test_it_goes_on_where_it_was_killed_and_repairs_what_is_damaged(corpus, tmp_
     assert not list(folder.glob(".*")) and not list(folder.glob("*.tmp"))
 
 
+@pytest.mark.slow
 def test_a_kill_leaves_no_worker_behind_and_costs_no_finished_part(corpus, tmp_path):
     script = (
         "from gatedattn.data.prepare import prepare\n"

@@ -28,6 +28,7 @@ def run(generator, prompts, **options):
     return [row[row >= 0].tolist() for row in pieces]
 
 
+@pytest.mark.slow
 def test_prompts_of_unequal_length_and_ways_to_visit_the_layers(model):
     """Unrolled with transposed weights, the same with a batch of one, and by a scan."""
     outputs = generate(model, PROMPTS, max_tokens=20)
@@ -93,6 +94,7 @@ def test_the_decode_step_writes_its_cache_in_place(model, optimized):
     assert temporary[4096] < 0.75, temporary
 
 
+@pytest.mark.slow
 def test_square_matrices_are_told_apart_by_name(build):
     """Several rows decode with transposed weights, one row without: with F = D = N H the shapes do not tell which is which."""
     model = build(ffn_dim=16, head_dim=4, tie_embeddings=False)
@@ -100,7 +102,7 @@ def test_square_matrices_are_told_apart_by_name(build):
     assert together == [generate(model, [prompt], max_tokens=6)[0] for prompt in PROMPTS[:2]]
 
 
-@pytest.mark.parametrize("policy", ["window:3", "streaming:2+3"])
+@pytest.mark.parametrize("policy", [pytest.param("window:3", marks=pytest.mark.slow), "streaming:2+3"])
 def test_a_policy_decides_what_generation_sees(build, model, policy):
     outputs = generate(model, PROMPTS, max_tokens=12, policy=policy)
     assert run(Generator(model, policy, unroll=False), PROMPTS, max_tokens=12) == outputs
@@ -109,8 +111,8 @@ def test_a_policy_decides_what_generation_sees(build, model, policy):
         check_greedy(build(window=3), PROMPTS, outputs)
 
 
-@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
-@pytest.mark.parametrize("axes", [dict(data=2, tensor=2), dict(fsdp=2)])
+@pytest.mark.parametrize("kind", ["Auto", pytest.param("Explicit", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("axes", [dict(data=2, tensor=2), pytest.param(dict(fsdp=2), marks=pytest.mark.slow)])
 def test_a_mesh_changes_nothing(model, axes, kind):
     from gatedattn import sharding
 

@@ -363,6 +363,7 @@ def test_convert_there_and_back(tmp_path, capsys):
     assert not (tmp_path / "d").exists()
 
 
+@pytest.mark.slow
 def test_a_run_and_its_checkpoints_are_models(tmp_path):
     from gatedattn.config import RunConfig
     from gatedattn.training.checkpoint import Checkpoints

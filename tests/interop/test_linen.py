@@ -75,6 +75,7 @@ def test_parameters_have_plain_paths():
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_inside_another_module_with_scan_and_remat():
     """A Linen model that scans over rematerialised blocks equals a loop over the same layers."""
 

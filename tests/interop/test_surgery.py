@@ -130,6 +130,7 @@ def test_gate_only_training_changes_only_gates_and_lowers_the_loss(pretrained, h
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.slow
 def test_gates_in_some_layers(pretrained):
     """Training leaves the gates of the other layers exactly where they were, at the identity."""
     model = add_gates(pretrained, layers=[0, -1])

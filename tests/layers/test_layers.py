@@ -185,6 +185,7 @@ def test_identity_start_changes_nothing():
     np.testing.assert_array_equal(run(plain, x)[0], run(gated, x)[0])
 
 
+@pytest.mark.slow
 def test_activation_clip_and_sandwich_norm():
     x = 100 * data()[0].astype(jnp.float32)
     options = dict(d_model=D, num_heads=N, num_kv_heads=K, head_dim=H, ffn_dim=16)
@@ -202,6 +203,7 @@ def test_impossible_heads_are_refused():
         GatedAttention(num_heads=6, num_kv_heads=4, head_dim=8, d_model=D, rngs=nnx.Rngs(0))
 
 
+@pytest.mark.slow
 def test_parameters_stay_float32_under_bfloat16():
     layer = GatedAttention(num_heads=N, num_kv_heads=K, head_dim=H, d_model=D, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
     assert {p.dtype for p in jax.tree.leaves(nnx.state(layer))} == {jnp.dtype("float32")}

@@ -38,8 +38,8 @@ def data(seed=1, B=B, T=T):
 @pytest.mark.parametrize(
     "renormalize,shared,capacity",
     [
-        (True, {}, 0.0),
-        (False, dict(shared_dim=8), 0.0),
+        pytest.param(True, {}, 0.0, marks=pytest.mark.slow),
+        pytest.param(False, dict(shared_dim=8), 0.0, marks=pytest.mark.slow),
         (True, dict(shared_dim=8, shared_gate=True), 2.5),  # 2.5 = E / k: room for every token
     ],
 )
@@ -159,7 +159,11 @@ def alone():
     return {}
 
 
-@pytest.mark.parametrize("mesh,capacity", [(m, 0.0) for m in MESHES] + [(MESHES[2], 4.0)], ids=str)
+@pytest.mark.parametrize(
+    "mesh,capacity",
+    [(MESHES[0], 0.0), (MESHES[3], 4.0), *(pytest.param(m, 0.0, marks=pytest.mark.slow) for m in MESHES[1:])],
+    ids=str,
+)
 def test_divided_experts_equal_one_device(alone, mesh, capacity):
     batch = dict(B=8, T=4)
     config = MoEConfig(num_experts=8, top_k=2, expert_dim=6, capacity=capacity)
@@ -169,7 +173,7 @@ def test_divided_experts_equal_one_device(alone, mesh, capacity):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), divided, alone[capacity])
 
 
-@pytest.mark.parametrize("capacity", [0.0, 4.0], ids=["dropless", "capacity"])
+@pytest.mark.parametrize("capacity", [0.0, pytest.param(4.0, marks=pytest.mark.slow)], ids=["dropless", "capacity"])
 def test_experts_are_divided_where_tokens_are_not(capacity):
     config = MoEConfig(num_experts=8, top_k=2, expert_dim=6, capacity=capacity)
     divided = value_and_gradients(config, SMALL, dict(expert=4, tensor=2))
@@ -178,6 +182,7 @@ def test_experts_are_divided_where_tokens_are_not(capacity):
     )
 
 
+@pytest.mark.slow
 def test_explicit_mesh():
     batch, config = dict(B=8, T=4), MoEConfig(num_experts=8, top_k=2, expert_dim=6, shared_dim=4, shared_gate=True)
     divided = value_and_gradients(config, batch, dict(fsdp=2, expert=2, tensor=2), AxisType.Explicit)

@@ -43,7 +43,7 @@ def inspected(model):
     return jax.tree.map(np.asarray, found), hidden
 
 
-@pytest.fixture(scope="module", params=["plain", "learned sink, window"])
+@pytest.fixture(scope="module", params=["plain", pytest.param("learned sink, window", marks=pytest.mark.slow)])
 def both(request):
     """An inspected model, and what its probe could see."""
     extra = {} if request.param == "plain" else {"sink": "learned", "window": 4, "kernel": "reference"}
@@ -186,6 +186,7 @@ def test_maps_are_what_the_shares_sum_up(both):
     np.testing.assert_allclose(found["attention_self"], own.swapaxes(2, 3)[:, queries].mean(1), atol=1e-6)
 
 
+@pytest.mark.slow
 def test_router_load_and_bfloat16():
     moe = MoEConfig(num_experts=4, top_k=2, expert_dim=16)
     config = dataclasses.replace(CONFIG, gates="g1", dtype="bfloat16", moe=moe, init_std=0.02)
@@ -217,6 +218,7 @@ def test_the_same_on_a_mesh():
             np.testing.assert_allclose(a, b, atol=2e-5, rtol=1e-4, err_msg=jax.tree_util.keystr(path))
 
 
+@pytest.mark.slow
 def test_memory_grows_with_length_not_its_square():
     """A tenfold T x T float map of one head alone would be 40 MB at the longer length."""
     config = dataclasses.replace(CONFIG, gates="g1", dtype="float32", num_layers=1)

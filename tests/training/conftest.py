@@ -41,22 +41,6 @@ def batch():
     }
 
 
-@pytest.fixture(scope="package", autouse=True)
-def compile_quickly(tmp_path_factory):
-    """The programs here run for milliseconds and compile for seconds: compile the same program once."""
-    import jax
-
-    settings = {  # ours, then JAX's own
-        "jax_compilation_cache_dir": (str(tmp_path_factory.mktemp("compiled")), None),
-        "jax_persistent_cache_min_compile_time_secs": (0.2, 1.0),
-    }
-    for name, (ours, _) in settings.items():
-        jax.config.update(name, ours)
-    yield
-    for name, (_, default) in settings.items():
-        jax.config.update(name, default)
-
-
 @pytest.fixture
 def text_config(config, tmp_path):
     """Training on text files. With a constant rate the compiled step does not depend on train.steps: tests share it."""

@@ -136,6 +136,7 @@ def test_a_bad_step_is_logged_with_its_rows_and_the_run_goes_on(run, tmp_path, c
     assert "step 11: not finite" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_after_some_in_a_row_the_run_stops_and_says_what_to_do(run, tmp_path):
     with pytest.raises(loop.Diverged, match="5 steps in a row were bad.* optimizer.learning_rate"):
         run("run", set(range(9, 99)), patience=4)
@@ -143,6 +144,7 @@ def test_after_some_in_a_row_the_run_stops_and_says_what_to_do(run, tmp_path):
     assert "NaN" not in (tmp_path / "run/metrics.jsonl").read_text()
 
 
+@pytest.mark.slow
 def test_or_it_is_rewound_and_passes_over_those_rows(run, tmp_path, capsys):
     bad = {9, 10, 11, 12}
     rewound = run("rewound", bad, patience=3, action="rewind")
@@ -159,6 +161,7 @@ def test_or_it_is_rewound_and_passes_over_those_rows(run, tmp_path, capsys):
     jax.tree.map(np.testing.assert_array_equal, rewound.params, spared.params)
 
 
+@pytest.mark.slow
 def test_a_run_is_not_rewound_for_ever(run):
     with pytest.raises(loop.Diverged, match="rewound 2 times already"):
         run("run", set(range(9, 99)), patience=2, action="rewind", rewinds=2)

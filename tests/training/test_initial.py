@@ -29,7 +29,7 @@ def logits(config, params, tokens):
     return nnx.merge(steps.graph(config.model), params)(tokens)[0]
 
 
-@pytest.mark.parametrize("before", ["none", "g2"])
+@pytest.mark.parametrize("before", [pytest.param("none", marks=pytest.mark.slow), "g2"])
 def test_a_gate_with_an_identity_start_leaves_every_logit_unchanged(config, capsys, before):
     plain, gated = with_gates(config, before), with_gates(config, "g1:scale=2:zeros" + "+g2" * (before == "g2"))
     theirs = steps.initialize(dataclasses.replace(plain, train=dataclasses.replace(plain.train, seed=3))).params
@@ -58,6 +58,7 @@ def test_gates_are_known_by_what_they_are_not_by_their_number(config):
     assert places("none", "g1") == ({}, [], [first])
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_refused(config):
     ours, place = config.model, steps.initialize(config).params
     wider = with_gates(config, "g1", d_model=64)

@@ -35,7 +35,7 @@ def interrupt_after(step, metrics, signum):
     return thread
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("signum", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_an_interrupted_run_ends_up_where_an_undisturbed_one_does(text_config, tmp_path, capsys, signum):
     config = dataclasses.replace(text_config, train=dataclasses.replace(text_config.train, steps=40, log_every=1))
     whole = loop.train(config, tmp_path / "whole", ONE)
@@ -177,6 +177,7 @@ def test_a_run_outlives_a_full_disk(text_config, tmp_path, small_disk, monkeypat
             checkpoints.restore_params(like, 4)
 
 
+@pytest.mark.slow
 def test_an_evaluation_that_a_signal_cuts_short_is_made_up_for(text_config, tmp_path, monkeypatch):
     config = dataclasses.replace(text_config, train=dataclasses.replace(text_config.train, steps=10))
     whole = loop.train(config, tmp_path / "whole", ONE)

@@ -73,6 +73,7 @@ def test_masked_tokens_contribute_nothing_whatever_they_hold(inputs):
     np.testing.assert_array_equal(da, db)
 
 
+@pytest.mark.slow
 def test_bfloat16_hidden_keeps_float32_sums_and_gradients_of_the_unembedding():
     hidden = jax.random.normal(jax.random.key(0), (2, 64, 32), jnp.bfloat16)
     unembedding = jax.random.normal(jax.random.key(1), (32, 50), jnp.float32)

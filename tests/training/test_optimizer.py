@@ -67,6 +67,7 @@ DECAYED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_decay_only_shrinks_the_intended_parameters(name):
     config = OptimizerConfig(name=name, schedule="constant", warmup_steps=0, weight_decay=0.1)

@@ -54,6 +54,7 @@ def test_the_loss_is_that_of_the_models_logits(config, batch):
     np.testing.assert_allclose(sums["ce_sum"] / sums["count"], ce, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_mixture_of_experts_adds_its_losses(moe_config, batch):
     state = steps.initialize(moe_config)
     _, metrics = jax.jit(steps.make_train_step(moe_config))(state, batch)
@@ -71,6 +72,7 @@ def test_the_state_depends_on_the_seed_alone(config):
     assert not np.array_equal(one.params["embedding"]["table"], other.params["embedding"]["table"])
 
 
+@pytest.mark.slow
 def test_parameters_stay_float32(config, batch):
     c = dataclasses.replace(config, model=dataclasses.replace(config.model, dtype="bfloat16"))
     state, metrics = jax.jit(steps.make_train_step(c))(steps.initialize(c), batch)
