@@ -5,7 +5,8 @@ python run.py --config=configs/tiny.py:gate=none --config.train.steps=200 --work
 python run.py --config=configs/tiny.py --mode=eval --workdir=DIR         the newest checkpoint on all held-out text: JSON lines
 python run.py --config=configs/dense1b7.py --mode=count                  parameters and FLOPs as JSON, nothing allocated
 python run.py --config=configs/moe15b.py:gate=g1 --mode=aot --topology=v5p-128   the training step compiled for a pod, no TPU needed:
-    memory, collectives, roofline; --report=FILE.json writes them, --fit looks for the best remat policy and microbatches
+    memory, collectives, roofline; --report=FILE.json writes them, --fit looks for the best remat policy and microbatches;
+    --topology=h100-64 for eight hosts of eight GPUs
 
 Exit codes: 0 done, 1 too many bad steps in a row or the last checkpoint could not be written, 2 the request cannot run (a line on
 stderr says why), 130 or 143 stopped by Ctrl-C or SIGTERM with everything saved.
@@ -32,7 +33,9 @@ flags.DEFINE_integer("process_count", None, "How many processes there are, with 
 flags.DEFINE_integer("process_id", None, "Which of them this is, from 0, with --coordinator")
 flags.DEFINE_enum("mode", "train", ["train", "eval", "count", "aot"], "What to do")
 flags.DEFINE_string(
-    "topology", None, "aot: the machine, as the cloud names it: v5p-128, 2xv5p-128, v5e-256, v6e-256, tpu7x-128"
+    "topology",
+    None,
+    "aot: the machine, as the cloud names it: v5p-128, 2xv5p-128, v5e-256, v6e-256, tpu7x-128, h100-8, h200-64",
 )
 flags.DEFINE_string("report", None, "aot: a JSON file to write the report to")
 flags.DEFINE_bool("fit", False, "aot: search remat policy and sequences per device for the best that fits")

@@ -35,6 +35,7 @@ def test_every_mistake_is_told_in_a_line_and_exits_with_2(recipe, tmp_path):
         (recipe, "--mode=eval", "--workdir=nowhere"): "no checkpoint",
         (recipe, "--mode=aot"): "compile for which machine?",
         (recipe, "--mode=aot", "--topology=v5p-100"): "the nearest are v5p-64 and v5p-128",
+        (recipe, "--mode=aot", "--topology=h100-12"): "the nearest are h100-8 and h100-16",
         (recipe, "--mode=aot", "--topology=v5q-128"): "unknown topology 'v5q-128' (did you mean 'v5p-128'?)",
     }
     for (args, said), (code, out, err, _) in zip(cases.items(), run(tmp_path, *cases), strict=True):

@@ -1,7 +1,7 @@
-"""`--mode=aot`: the training step compiled for a TPU pod on a computer that has none.
+"""`--mode=aot`: the training step compiled for a TPU pod or a GPU cluster on a computer that has none.
 
-XLA's TPU compiler runs on any Linux CPU. It tells whether a run fits, how it is sharded, and what it must move; with a chip's
-published rates that bounds the time of a step.
+XLA's TPU and CUDA compilers run on any Linux CPU. They tell whether a run fits, how it is sharded, and what it must move; with a
+chip's published rates that bounds the time of a step.
 """
 
 from __future__ import annotations
@@ -58,10 +58,12 @@ def table(report: dict) -> str:
     gb, roofline = 1e9, report["roofline"]
     ways = ", ".join(f"{name} {size}" for name, size in report["mesh"].items()) or "one device"
     sequences = report["batch_size"] / report["microbatches"]
+    kernel = report["kernel"] + f" ({'; '.join(report['kernels_passed_over'])})" * bool(report["kernels_passed_over"])
+    experts = f"experts {report['expert_kernel']}, " if report["expert_kernel"] else ""
     lines = [
         f"{report['name']}: {report['params'] / 1e9:.2f} B parameters on {report['topology']} ({ways})",
         f"  batch          {report['batch_size']} x {report['seq_len']} in {report['microbatches']} microbatches of {sequences:g}; "
-        f"attention {report['kernel']}, recomputation {report['remat']}",
+        f"attention {kernel}, {experts}recomputation {report['remat']}",
         f"  memory         {report['peak_bytes'] / gb:.2f} of {report['hbm_bytes'] / gb:.2f} GB a device: "
         f"arguments {report['argument_bytes'] / gb:.2f}, temporaries {report['temp_bytes'] / gb:.2f}",
         f"  compile        {report['trace_seconds']:.1f} s tracing, {report['compile_seconds']:.1f} s XLA",
@@ -80,4 +82,5 @@ def table(report: dict) -> str:
     if report["loops_of_unknown_length"]:
         lines.append(f"  note           {report['loops_of_unknown_length']} loops of unknown length counted once (attention in chunks): "
                      "memory and interconnect times are too low")  # fmt: skip
+    lines += [f"  note           {note}" for note in report["notes"]]
     return "\n".join(lines)

@@ -11,15 +11,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gatedattn import kernels, transformer
-from gatedattn.aot import hlo
+from gatedattn import transformer
+from gatedattn.aot import gpus, hlo
 from gatedattn.aot.roofline import roofline
 from gatedattn.aot.topologies import Topology, devices
 from gatedattn.config import ConfigError, RunConfig
 from gatedattn.training import compiler
 from gatedattn.training import step as steps
 from gatedattn.training.placement import Placement
-from gatedattn.training.setup import attention_request
+from gatedattn.training.setup import choose_kernels
 
 # What a batch of `gatedattn.data` is.
 BATCH = {"tokens": jnp.int32, "targets": jnp.int32, "loss_mask": jnp.bool_, "segment_ids": jnp.int32, "positions": jnp.int32}
@@ -50,13 +50,11 @@ def step(config: RunConfig, topology: Topology, compiler_options: dict | None = 
     Raises `ConfigError` if the run cannot start there (mesh, batch, kernel, compiler not installed), `TooLarge` if it does not fit.
     """
     wanted = config.train.platform
-    if wanted not in ("any", "tpu"):
-        raise ConfigError(f"train.platform={wanted}, but {topology.name} is a tpu: set train.platform=any")
+    platform = topology.chip.platform
+    if wanted not in ("any", platform):
+        raise ConfigError(f"train.platform={wanted}, but {topology.name} is a {platform}: set train.platform=any")
     place = Placement.of(config, devices(topology))
-    try:
-        kernel, passed = kernels.choose(config.model.kernel, attention_request(config, place))
-    except ValueError as error:
-        raise ConfigError(f"model.{error}") from None
+    kernel, passed, experts = choose_kernels(config, place)
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, kernel=kernel))
 
     began = time.perf_counter()
@@ -66,7 +64,7 @@ def step(config: RunConfig, topology: Topology, compiler_options: dict | None = 
         batch = {name: jax.ShapeDtypeStruct(shape, dtype, sharding=place.batch_sharding) for name, dtype in BATCH.items()}
         lowered = compiler.lower_train_step(config, place, state, batch)
         traced = time.perf_counter()
-        options = compiler.OPTIONS["tpu"] | (compiler_options or {})
+        options = compiler.OPTIONS[platform] | (gpus.OPTIONS if platform == "gpu" else {}) | (compiler_options or {})
         try:
             executable = lowered.compile(compiler_options=options)
         except jax.errors.JaxRuntimeError as error:
@@ -74,12 +72,15 @@ def step(config: RunConfig, topology: Topology, compiler_options: dict | None = 
     seconds = {"trace": traced - began, "compile": time.perf_counter() - traced}
 
     memory = executable.memory_analysis()
-    slices = [getattr(device, "slice_index", 0) for device in place.mesh.devices.flat] if place.mesh else [0]
-    program = hlo.Program(executable.as_text(), slices)
+    joined = "process_index" if platform == "gpu" else "slice_index"  # what the network joins
+    parts = [getattr(device, joined, 0) for device in place.mesh.devices.flat] if place.mesh else [0]
+    program = hlo.Program(executable.as_text(), parts, fast_memory=platform == "tpu")
     report = _report(config, topology, place, program, memory, seconds) | {
         "compiler_options": options,
         "kernels_passed_over": passed,
+        "expert_kernel": experts,
     }
+    report["notes"] = gpus.notes(report["peak_bytes"], topology) if platform == "gpu" else []
     if report["peak_bytes"] > topology.hbm_bytes:
         raise TooLarge(report["peak_bytes"], topology.hbm_bytes)
     return Compiled(report, program, executable)
@@ -106,8 +107,8 @@ def _report(config: RunConfig, topology: Topology, place: Placement, program: hl
         model_flops=model_flops,
         executed_flops=executed,
         traffic=program.traffic(),
-        wire=sum(c.wire * c.times for c in collectives if not c.crosses),
-        network=sum(c.wire * c.times for c in collectives if c.crosses),
+        wire=sum(c.wire * c.times for c in collectives),
+        network=sum(c.network * c.times for c in collectives),
     )
     return {
         "name": config.name,
@@ -139,12 +140,14 @@ def _report(config: RunConfig, topology: Topology, place: Placement, program: hl
 
 
 def _by_kind(collectives: list[hlo.Collective]) -> dict[str, dict]:
-    """Kind -> how many run in a step, the bytes of the arrays they make or take on one device, and the bytes that device receives."""
+    """Kind -> how many run in a step, the bytes of the arrays they make or take on one device, and the bytes that device receives: from
+    its own slice or host, and over the network."""
     kinds: dict[str, dict] = {}
     for c in collectives:
         entry = kinds.setdefault(c.kind, {"count": 0, "bytes": 0, "wire_bytes": 0, "network_wire_bytes": 0, "largest_bytes": 0})
         entry["count"] += c.times
         entry["bytes"] += c.times * c.payload
-        entry["network_wire_bytes" if c.crosses else "wire_bytes"] += round(c.times * c.wire)
+        entry["wire_bytes"] += round(c.times * c.wire)
+        entry["network_wire_bytes"] += round(c.times * c.network)
         entry["largest_bytes"] = max(entry["largest_bytes"], c.payload)
     return kinds

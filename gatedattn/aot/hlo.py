@@ -29,7 +29,7 @@ BITS = {"pred": 8, "token": 0, "opaque": 0}
 
 @dataclass(frozen=True)
 class Shape:
-    """An array in memory; `space` 0 is the device's main memory (HBM), 1 a TPU's VMEM, 5 the host's."""
+    """An array in memory; `space` 0 is the device's main memory (HBM), 1 a TPU's VMEM or a GPU's buffers for collectives, 5 the host's."""
 
     dtype: str
     dims: tuple[int, ...]
@@ -73,7 +73,8 @@ class Computation:
 class Collective:
     """A collective operation: `times` a step, over groups of `group` devices, `bytes` of operands on each device.
 
-    `crosses`: some group spans several slices (or hosts).
+    `spans`: over how many slices (or hosts) a group spreads, at most. Between them goes the network; what enters a slice over it is
+    shared out evenly to the group's devices there, and handed on inside.
     """
 
     kind: str
@@ -82,7 +83,11 @@ class Collective:
     bytes: int
     group: int
     shapes: tuple[Shape, ...]
-    crosses: bool = False
+    spans: int = 1
+
+    @property
+    def crosses(self) -> bool:
+        return self.spans > 1
 
     @property
     def payload(self) -> int:
@@ -90,21 +95,43 @@ class Collective:
         return self.bytes * (self.group if self.kind == "all-gather" else 1)
 
     @property
-    def wire(self) -> float:
+    def received(self) -> float:
         """Bytes each device receives when the work is shared evenly (a ring): the least that must move."""
         n = max(self.group, 1)
         share = {"all-gather": n - 1.0, "all-reduce": 2 * (n - 1) / n, "collective-permute": 1.0, "collective-broadcast": 1.0}
         return self.bytes * share.get(self.kind, (n - 1) / n)
 
+    @property
+    def network(self) -> float:
+        """Of these, the least that comes from other slices."""
+        n, slices = self.group, self.spans
+        match self.kind:
+            case _ if slices == 1:
+                return 0.0
+            case "all-gather" | "all-reduce" | "reduce-scatter":  # once a slice, what the others have
+                return self.received * (slices - 1) / (n - 1)
+            case "collective-broadcast":
+                return self.received * slices / n
+            case "collective-permute":
+                return self.received
+        return self.bytes * (slices - 1) / slices  # all-to-all: each pair of devices has its own
+
+    @property
+    def wire(self) -> float:
+        """And the rest, over the links inside a slice."""
+        return self.received - self.network
+
 
 class Program:
-    """A compiled module. `slice_of[i]`: the slice (or host) of the i-th device of the mesh; all in one by default."""
+    """A compiled module. `slice_of[i]`: the slice (or host) of the i-th device of the mesh; all in one by default. `fast_memory`: space 1
+    is a memory of its own (a TPU's VMEM), not a part of the main one (a GPU's buffers for collectives)."""
 
-    def __init__(self, text: str, slice_of: list[int] | None = None):
+    def __init__(self, text: str, slice_of: list[int] | None = None, fast_memory: bool = True):
         self.computations, self.entry = _parse(text)
         partitions = re.search(r"num_partitions=(\d+)", text.partition("\n")[0])
         self.partitions = int(partitions[1]) if partitions else 1
         self.slice_of = slice_of or [0] * self.partitions
+        self.main_memory = (0,) if fast_memory else (0, 1)
         self.unknown_loops: list[str] = []  # whose trip count is not written down: counted as one
         self.weights = self._weights()
 
@@ -149,7 +176,7 @@ class Program:
                     operands = _operand_shapes(computation, instruction)
                     yield Collective(
                         kind, instruction.name, times, sum(s.bytes for s in operands), len(groups[0]) if groups else 1, operands,
-                        any(len({self.slice_of[device] for device in group}) > 1 for group in groups),
+                        max((len({self.slice_of[device] for device in group}) for group in groups), default=1),
                     )  # fmt: skip
 
     def groups(self, instruction: Instruction) -> list[list[int]]:
@@ -178,17 +205,22 @@ class Program:
         if opcode in FREE or opcode.endswith("-done"):
             return 0
         operands = [computation.instructions[name].shapes for name in instruction.operands if name in computation.instructions]
-        reads = [_hbm(shapes) for shapes in operands]
-        writes = _hbm(instruction.shapes)
+        reads = [self._main(shapes) for shapes in operands]
+        results = instruction.shapes
         if opcode.endswith("-start"):  # the result is a tuple of operands, results and contexts
-            writes = max((_hbm([s]) for s in instruction.shapes), default=0)
+            done, given = opcode.removesuffix("-start"), sum(map(len, operands))
+            if done == "fusion" or done in COLLECTIVES:
+                opcode, results = done, results[given if len(results) > given else 0 :]
+            else:
+                results = sorted(results, key=lambda s: self._main([s]))[-1:]
+        writes = self._main(results)
         if opcode == "fusion" and (inner := self.computations.get(instruction.called()[0])):
             return sum(map(min, reads, _parameter_reads(inner, reads))) + min(writes, _root_writes(inner, writes))
         return _slice_aware(opcode, reads, writes)
 
-
-def _hbm(shapes) -> int:
-    return sum(s.bytes for s in shapes if s.space == 0)
+    def _main(self, shapes) -> int:
+        """Bytes in the device's main memory."""
+        return sum(s.bytes for s in shapes if s.space in self.main_memory)
 
 
 def _slice_aware(opcode: str, reads: list[int], writes: int) -> int:

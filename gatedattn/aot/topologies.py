@@ -1,7 +1,8 @@
-"""TPU slices by the names the cloud gives them: `v5p-128`, `2xv5p-128`, `v6e-256`, `tpu7x-128`.
+"""Machines by name. TPU slices as the cloud calls them: `v5p-128`, `2xv5p-128`, `v6e-256`, `tpu7x-128`; GPUs by their number, in hosts
+of eight: `h100-8`, `h200-64`.
 
-Figures are Google Cloud's (docs.cloud.google.com/tpu/docs/v4, v5e, v5p, v6e, tpu7x). Bandwidths are those of a chip, in one
-direction, all its links together.
+Figures are Google Cloud's (docs.cloud.google.com/tpu/docs/v4, v5e, v5p, v6e, tpu7x) and NVIDIA's (see `gatedattn.aot.gpus`).
+Bandwidths are those of a chip, in one direction, all its links together.
 """
 
 from __future__ import annotations
@@ -24,12 +25,16 @@ class Chip:
     device_kind: str  # as JAX tells it, for `gatedattn.training.hardware.peak_flops`
     hbm_bytes: int
     hbm_bandwidth: float  # bytes/s
-    ici_bandwidth: float  # bytes/s to the neighbours in a slice
-    network_bandwidth: float  # bytes/s to other slices
-    dimensions: int  # of the torus
+    ici_bandwidth: float  # bytes/s to the neighbours in a slice (ICI), or in a host (NVLink)
+    network_bandwidth: float  # bytes/s to other slices, or other hosts
+    dimensions: int  # of the torus; 0: hosts of GPUs
     largest: int  # chips in one slice
     cores: int = 1
     devices: int = 1
+
+    @property
+    def platform(self) -> str:
+        return "tpu" if self.dimensions else "gpu"
 
 
 # v4's share of the data-centre network is not published: v5p's stands in.
@@ -39,9 +44,14 @@ CHIPS = {
     "v5e": Chip("TPU v5 lite", 16 * GIB, 819e9, 200e9, 3.125e9, 2, 256),
     "v6e": Chip("TPU v6 lite", 32 * GIB, 1638e9, 400e9, 12.5e9, 2, 256),
     "tpu7x": Chip("TPU7x", 192 * GIB, 7380e9, 600e9, 12.5e9, 3, 9216, cores=2, devices=2),
+    # Memory as XLA reports it. SXM data sheets: 3.35 and 4.8 TB/s, NVLink 900 GB/s both ways together; DGX H100 and H200: a network
+    # adapter of 400 Gb/s for each GPU. `largest` only catches slips of the finger.
+    "h100": Chip("NVIDIA H100 80GB HBM3", 84_942_979_072, 3350e9, 450e9, 50e9, 0, 16384),
+    "h200": Chip("NVIDIA H200", 151_397_597_184, 4800e9, 450e9, 50e9, 0, 16384),
 }
+GPUS_PER_HOST = 8
 ALIASES = {"v5litepod": "v5e", "v5lite": "v5e"}
-EXAMPLES = ("v4-128", "v5p-128", "2xv5p-128", "v5e-256", "v6e-256", "tpu7x-128")
+EXAMPLES = ("v4-128", "v5p-128", "2xv5p-128", "v5e-256", "v6e-256", "tpu7x-128", "h100-64", "h200-64")
 LESS_THAN_A_CUBE = ((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4))
 # libtpu looks for a TPU, and for the cloud's metadata server, unless it is told not to.
 LIBTPU = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_WORKER_HOSTNAMES": "localhost"}
@@ -49,7 +59,7 @@ LIBTPU = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_WOR
 
 @dataclass(frozen=True)
 class Topology:
-    """`slices` slices of `chips` chips each. Only the data centre's network joins slices."""
+    """`slices` slices of `chips` chips each. Only the data centre's network joins slices. Of GPUs a slice is a host."""
 
     name: str
     chip: Chip
@@ -72,7 +82,7 @@ class Topology:
 
 
 def parse(name: str) -> Topology:
-    """`[SLICESx]CHIP-SIZE`. SIZE counts what the cloud counts: cores for v4, v5p and tpu7x (two a chip), chips for the others.
+    """`[SLICESx]CHIP-SIZE`. SIZE counts what the cloud counts: cores for v4, v5p and tpu7x (two a chip), chips for the others, all GPUs.
 
     Raises `ConfigError` for an unknown chip, or a size that is not offered, with the nearest that are.
     """
@@ -84,18 +94,27 @@ def parse(name: str) -> Topology:
             f"CHIP one of {', '.join(CHIPS)}"
         )
     slices, size, chip = int(match[1] or 1), int(match[3]), CHIPS[kind]
+    gpu = chip.platform == "gpu"
+    if gpu and match[1]:
+        raise ConfigError(f"{name}: GPUs are counted over all hosts of {GPUS_PER_HOST}: {kind}-{slices * size}")
     sizes = {math.prod(torus) * chip.cores: torus for torus in tori(chip)}
     if size not in sizes:
         near = sorted(sorted(sizes, key=lambda s: abs(math.log(s / (size or 0.1))))[:2])
         unit = "cores (two a chip)" if chip.cores == 2 else "chips"
-        raise ConfigError(f"no {kind} slice has {size} {unit}: the nearest are {' and '.join(f'{kind}-{s}' for s in near)}")
-    chips, torus = size // chip.cores, sizes[size]
+        given = f"no hosts of {GPUS_PER_HOST} have {size} GPUs" if gpu else f"no {kind} slice has {size} {unit}"
+        raise ConfigError(f"{given}: the nearest are {' and '.join(f'{kind}-{s}' for s in near)}")
+    torus = sizes[size]
+    if gpu:
+        return Topology(f"{kind}-{size}", chip, torus[1], torus[0], torus)
     name = f"{slices}x" * (slices > 1) + f"{kind}-{size}"
-    return Topology(name, chip, chips, slices, torus)
+    return Topology(name, chip, size // chip.cores, slices, torus)
 
 
 def tori(chip: Chip) -> list[tuple[int, ...]]:
-    """The shapes of the slices on offer: the most compact one of each size."""
+    """The shapes of the slices on offer: the most compact one of each size. Of GPUs, hosts and GPUs in each: a part of one host, or
+    any number of whole ones."""
+    if chip.dimensions == 0:
+        return [(1, 1), (1, 2), (1, 4), *((n + 1, GPUS_PER_HOST) for n in range(chip.largest // GPUS_PER_HOST))]
     if chip.dimensions == 2:
         return [(1, 1), *((2**i, 2 ** (i + j)) for i in range(1, 5) for j in (0, 1) if 2 ** (2 * i + j) <= chip.largest)]
     cubes = itertools.combinations_with_replacement(range(1, 29), 3)
@@ -110,6 +129,10 @@ def devices(topology: Topology) -> list:
 
     Raises `ConfigError` if the compiler is not installed.
     """
+    if topology.chip.platform == "gpu":
+        from gatedattn.aot import gpus
+
+        return gpus.devices(topology)
     import jax
     from jax.experimental import topologies
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from gatedattn.config import ConfigError
 from gatedattn.sharding import platform
 
 
@@ -61,8 +62,15 @@ def grouped_matmul(
 
     Rows after the last group give zero, and get a zero gradient. `interpret`: run a Pallas kernel's program step by step on any
     platform, for tests.
+
+    Raises:
+        ConfigError: more rows than the Triton kernel can count.
+        ValueError: a kernel that cannot run here.
     """
     name = choose(kernel, "" if interpret else platform(), str(x.dtype))
+    if name == "triton" and max(x.size, w.size, len(x) * w.shape[2]) >= 2**31:
+        raise ConfigError(f"moe.kernel=triton counts array elements in 32 bits: {len(x)} rows of {max(w.shape[1:])} are too many; "
+                          "cut the batch into more parts (train.microbatches)")  # fmt: skip
     sizes = sizes.astype(jnp.int32)
     used = (jnp.arange(len(x)) < sizes.sum())[:, None]
     x = jnp.where(used, x, 0)  # and so its gradient: kernels leave the rows that they skip as they find them
@@ -196,7 +204,8 @@ def _triton_product(x, w, sizes, interpret):
             b = triton.load(w_ref.at[e, pl.ds(i * k, k), pl.ds(column, n)], mask=inside[:, None] & columns[None], other=0.0)
             return total + triton.dot(a, b)
 
-        steps = jnp.where(first < last, pl.cdiv(inputs, k), 0)
+        # Not `where`: there Triton's lowering gives the two numbers the type of the condition.
+        steps = (first < last).astype(jnp.int32) * pl.cdiv(inputs, k)
         total = lax.fori_loop(0, steps, step, jnp.zeros((tile, n), jnp.float32))
         y = y_ref.at[pl.ds(first, tile), pl.ds(column, n)]
         triton.store(y, total.astype(y_ref.dtype), mask=own[:, None] & columns[None])

@@ -46,6 +46,8 @@ def join(coordinator: str | None = None, process_count: int | None = None, proce
         arguments = dict(coordinator_address=coordinator, num_processes=process_count, process_id=process_id)
     elif not _started_as_one_of_several():
         return
+    if gpus := _gpus_under_slurm():
+        arguments["local_device_ids"] = gpus
     try:
         jax.distributed.initialize(
             heartbeat_timeout_seconds=HEARTBEAT_SECONDS, initialization_timeout=JOIN_SECONDS, **arguments
@@ -62,6 +64,21 @@ def _started_as_one_of_several() -> bool:
     wants_tpu = "tpu" in env.get("JAX_PLATFORMS", "tpu") and importlib.util.find_spec("libtpu") is not None
     chips = [*Path("/dev").glob("accel[0-9]*"), *Path("/dev/vfio").glob("[0-9]*")]
     return wants_tpu and bool(chips)
+
+
+def _gpus_under_slurm() -> list[int]:
+    """The GPUs of this process, counted among those that it sees; empty where JAX's own choice is right.
+
+    Under Slurm JAX gives the i-th task on a host the i-th GPU it sees. With one task on a host the other GPUs would idle
+    (jax-ml/jax#16788); where Slurm shows a task none but its own, there is no i-th (jax-ml/jax#28194).
+    """
+    env = os.environ
+    if "SLURM_PROCID" not in env or "JAX_LOCAL_DEVICE_IDS" in env:
+        return []
+    visible = env.get("CUDA_VISIBLE_DEVICES")
+    count = len([*Path("/dev").glob("nvidia[0-9]*")]) if visible is None else len([id for id in visible.split(",") if id])
+    tasks = int(env.get("SLURM_NTASKS", 1)) / int(env.get("SLURM_STEP_NUM_NODES", 1))  # on a host
+    return list(range(count)) if tasks <= 1 or count == 1 else []
 
 
 def is_first() -> bool:

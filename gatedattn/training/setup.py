@@ -11,6 +11,7 @@ from gatedattn import data as data_lib
 from gatedattn import kernels
 from gatedattn.config import ConfigError, RunConfig
 from gatedattn.data import Data
+from gatedattn.kernels import grouped
 from gatedattn.training import hosts, recorder
 from gatedattn.training.placement import Placement
 
@@ -32,10 +33,7 @@ def prepare(
             f"train.platform={wanted}, but JAX found only {found}: install JAX for {wanted}, or set train.platform=any"
         )
     place = Placement.of(config, devices or jax.devices())
-    try:
-        kernel, passed = kernels.choose(config.model.kernel, attention_request(config, place))
-    except ValueError as error:
-        raise ConfigError(f"model.{error}") from None
+    kernel, passed, _ = choose_kernels(config, place)
     with hosts.one_after_the_other("data"):
         data = data_lib.load(
             config.data,
@@ -46,6 +44,21 @@ def prepare(
             vocab_size=config.model.vocab_size,
         )
     return data, place, recorder.environment(place.devices) | {"kernel": kernel, "kernels_passed_over": passed}
+
+
+def choose_kernels(config: RunConfig, place: Placement) -> tuple[str, list[str], str | None]:
+    """The attention kernel of a run and which better ones were passed over, and the grouped product of its experts, if it has any.
+
+    Raises `ConfigError` for a kernel that cannot do what the run asks.
+    """
+    model = config.model
+    try:
+        experts = (
+            grouped.choose(model.moe.kernel, place.platform, model.dtype) if model.is_moe and not model.moe.capacity else None
+        )
+        return *kernels.choose(model.kernel, attention_request(config, place)), experts
+    except ValueError as error:
+        raise ConfigError(f"model.{error}") from None
 
 
 def attention_request(config: RunConfig, place: Placement) -> kernels.Request:

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from gatedattn.aot.hlo import Program, Shape
+from gatedattn.aot.hlo import Collective, Program, Shape
 
 LOOPS = """HloModule jit_step, is_scheduled=true, num_partitions=8
 
@@ -74,10 +74,30 @@ def test_collectives_are_counted_as_often_as_they_run():
         "reduce-scatter": (1, 400, 4, True),  # {0, 2, 4, 6} and {1, 3, 5, 7}: both slices
         "collective-permute": (1, 400, 2, False),
     }
-    assert found["all-gather"].payload == 1024 and found["all-gather"].wire == 7 * 128
-    assert found["all-reduce"].wire == 400  # 2 (n - 1) / n
-    assert found["reduce-scatter"].wire == 300
+    assert found["all-gather"].payload == 1024 and found["all-gather"].received == 7 * 128
+    assert found["all-reduce"].received == found["all-reduce"].wire == 400  # 2 (n - 1) / n
+    assert found["reduce-scatter"].received == 300
+    # Each slice's four gather the other slice's four parts, one each, over the network; then six parts from within.
+    assert found["all-gather"].network == 128 and found["all-gather"].wire == 6 * 128
+    assert found["reduce-scatter"].network == 100 and found["reduce-scatter"].wire == 200
     assert program.unknown_loops == []
+
+
+@pytest.mark.parametrize(
+    "kind,group,spans,network,wire",
+    [
+        # 96 bytes of operands a device; over `spans` hosts.
+        ("all-reduce", 8, 1, 0, 2 * 84),
+        ("all-reduce", 8, 8, 2 * 84, 0),
+        ("all-reduce", 8, 2, 24, 144),  # one host's eighth of the sum to the other, and back
+        ("all-to-all", 8, 2, 48, 36),  # half of the 96 for the other host, three of eight for neighbours
+        ("collective-permute", 2, 2, 96, 0),
+        ("collective-broadcast", 8, 2, 24, 72),  # a quarter of it comes to each of the host's four
+    ],
+)
+def test_what_goes_over_the_network(kind, group, spans, network, wire):
+    found = Collective(kind, "c", 1, 96, group, (), spans)
+    assert (found.network, found.wire) == (pytest.approx(network), pytest.approx(wire))
 
 
 @pytest.mark.parametrize(
@@ -134,6 +154,25 @@ def test_traffic_counts_slices_not_what_they_are_cut_from():
     row = 64 * 4
     # add: reads VMEM, writes a row. fusion: a row of the stack, the index, a row; writes a row.
     assert Program(TRAFFIC).traffic() == row + (row + 4 + row + row)
+
+
+ASYNCHRONOUS = TRAFFIC.replace(
+    "  ROOT %f = f32[10,64]{1,0} fusion(%p, %n, %double), kind=kLoop, calls=%sliced",
+    """  %fusion-start = ((f32[10,64]{1,0}, s32[], f32[64]{0}), f32[10,64]{1,0}, u32[]) fusion-start(%p, %n, %double), kind=kLoop, calls=%sliced
+  %rs-start = ((f32[64]{0}), f32[8]{0}) reduce-scatter-start(%double), replica_groups={}, dimensions={0}, to_apply=%sliced
+  %ag-start = (f32[64]{0}, f32[512]{0:S(1)}) all-gather-start(%double), replica_groups={}, dimensions={0}
+  %rs-done = f32[8]{0} reduce-scatter-done(%rs-start)
+  %ag-done = f32[512]{0:S(1)} all-gather-done(%ag-start)
+  ROOT %done = f32[10,64]{1,0} fusion-done(%fusion-start)""",
+)
+
+
+def test_traffic_of_a_gpu_program():
+    """The same fusion on a stream of its own, and two collectives; what lies in space 1 lies in main memory all the same."""
+    row = 64 * 4
+    fusion = row + 4 + row + row
+    assert Program(ASYNCHRONOUS, fast_memory=False).traffic() == 2 * row + row + fusion + (row + 32) + (row + 2048)
+    assert Program(ASYNCHRONOUS).traffic() == row + fusion + (row + 32) + row
 
 
 def test_shapes_of_all_kinds():

@@ -27,5 +27,22 @@ def test_two_devices_share_a_chip():
     assert bound.compute_seconds == pytest.approx(1e15 / (4 * 2307e12))
 
 
+def test_hosts_of_gpus():
+    """An H100 has NVLink of 450 GB/s and 50 GB/s of the network in one direction, 3350 GB/s of memory and 989.4 TFLOP/s."""
+    bound = roofline(
+        parse("h100-64"),
+        model_flops=64 * 989.4e12 / 2,
+        executed_flops=64 * 989.4e12,
+        traffic=3350e9 / 4,
+        wire=225e9,
+        network=100e9,
+    )
+    assert bound.compute_seconds == pytest.approx(1.0) and bound.hbm_seconds == pytest.approx(0.25)
+    assert bound.interconnect_seconds == pytest.approx(0.5) and bound.network_seconds == bound.step_seconds == pytest.approx(
+        2.0
+    )
+    assert bound.bound_by == "network" and bound.mfu_bound == pytest.approx(0.25)
+
+
 def test_without_recomputation_and_traffic_the_bound_is_the_peak():
     assert roofline(parse("v6e-8"), model_flops=1e15, executed_flops=1e15, traffic=0, wire=0, network=0).mfu_bound == 1.0

@@ -26,6 +26,11 @@ from gatedattn.training.hardware import peak_flops
         ("v6e-32", 32, 32, (4, 8), 1),
         ("tpu7x-128", 64, 128, (4, 4, 4), 1),
         ("4xtpu7x-8", 4, 32, (2, 2, 1), 4),
+        # GPUs: hosts of eight, one of which may be used in part.
+        ("h100-8", 8, 8, (1, 8), 1),
+        ("h200-64", 8, 64, (8, 8), 8),
+        ("h100-24", 8, 24, (3, 8), 3),
+        ("h100-2", 2, 2, (1, 2), 1),
     ],
 )
 def test_names_mean_what_the_cloud_means(name, chips, devices, torus, slices):
@@ -43,6 +48,10 @@ def test_names_mean_what_the_cloud_means(name, chips, devices, torus, slices):
         ("2xv6-256", "unknown topology '2xv6-256'"),
         ("v5p", "unknown topology 'v5p'"),
         ("0xv5p-8", "unknown topology '0xv5p-8'"),
+        ("h100-12", "no hosts of 8 have 12 GPUs: the nearest are h100-8 and h100-16"),
+        ("h200-6", "no hosts of 8 have 6 GPUs: the nearest are h200-4 and h200-8"),
+        ("8xh100-8", "8xh100-8: GPUs are counted over all hosts of 8: h100-64"),
+        ("h10-64", "unknown topology 'h10-64' (did you mean 'h100-64'?)"),
     ],
 )
 def test_other_names_are_refused_with_the_nearest(name, said):
@@ -64,4 +73,6 @@ def test_shapes_are_compact_and_every_chip_has_a_peak():
 def test_memory_and_rates_are_those_of_a_device():
     assert parse("tpu7x-128").hbm_bytes == 96 * 2**30  # 192 GiB a chip, two devices
     assert parse("v5e-256").hbm_bytes == 16 * 2**30
+    assert parse("h100-8").hbm_bytes < 80 * 2**30 < parse("h200-8").hbm_bytes == 141 * 2**30
+    assert peak_flops(CHIPS["h100"].device_kind) == peak_flops(CHIPS["h200"].device_kind) == 989.4e12
     assert peak_flops(CHIPS["v5p"].device_kind) == 459e12 and peak_flops(CHIPS["tpu7x"].device_kind) == 2307e12 / 2

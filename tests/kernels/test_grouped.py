@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gatedattn.config import GROUPED_KERNELS
+from gatedattn.config import GROUPED_KERNELS, ConfigError
 from gatedattn.kernels import grouped
 from gatedattn.kernels.grouped import CAPABILITIES, grouped_matmul
 
@@ -115,6 +115,12 @@ def test_memory_does_not_grow_with_rows_times_groups():
 def test_what_a_kernel_cannot_do_is_refused(kernel, platform, dtype, message):
     with pytest.raises(ValueError, match=message):
         grouped.choose(kernel, platform, dtype)
+
+
+def test_more_rows_than_triton_can_count_are_refused():
+    shapes = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((2**20, 2048), (2, 2048, 16))]
+    with pytest.raises(ConfigError, match="1048576 rows of 2048 are too many; cut the batch into more parts"):
+        jax.eval_shape(lambda *a: grouped_matmul(*a, jnp.array([1, 2]), "triton", interpret=True), *shapes)
 
 
 def test_auto_takes_the_best_that_can():

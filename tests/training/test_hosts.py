@@ -140,3 +140,28 @@ def test_alone_unless_a_launcher_says_otherwise(monkeypatch):
     assert list(asked[0]) == ["heartbeat_timeout_seconds", "initialization_timeout"]
     hosts.join("10.0.0.1:99", 2, 1)
     assert asked[1]["coordinator_address"] == "10.0.0.1:99" and asked[1]["process_id"] == 1
+
+
+@pytest.mark.parametrize(
+    "tasks,hosts_of_step,visible,mine",
+    [
+        (8, 8, "0,1,2,3,4,5,6,7", [0, 1, 2, 3, 4, 5, 6, 7]),  # one task a host takes all its GPUs
+        (8, 8, "4,5", [0, 1]),  # they are counted among those it sees
+        (64, 8, "0,1,2,3,4,5,6,7", None),  # one a GPU: JAX takes the one of the task's number
+        (64, 8, "3", [0]),  # --gpus-per-task=1: each sees its own only
+        (2, 2, "", None),  # no GPU
+    ],
+)
+def test_gpus_under_slurm(monkeypatch, tasks, hosts_of_step, visible, mine):
+    from gatedattn.training import hosts
+
+    asked = []
+    monkeypatch.setattr(hosts.jax.distributed, "initialize", lambda **given: asked.append(given))
+    slurm = {"SLURM_NTASKS": tasks, "SLURM_PROCID": 1, "SLURM_STEP_NUM_NODES": hosts_of_step, "CUDA_VISIBLE_DEVICES": visible}
+    for name, value in slurm.items():
+        monkeypatch.setenv(name, str(value))
+    hosts.join()
+    assert asked[0].get("local_device_ids") == mine
+    monkeypatch.setenv("JAX_LOCAL_DEVICE_IDS", "5")
+    hosts.join()
+    assert "local_device_ids" not in asked[1]

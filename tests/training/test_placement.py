@@ -77,6 +77,24 @@ def test_only_data_goes_across_slices():
         make_mesh({"data": 1, "fsdp": 16, "tensor": 1, "expert": 1, "context": 1}, chips)
 
 
+class Gpu:
+    """As much of a GPU as the layout of a mesh looks at."""
+
+    platform, device_kind = "gpu", "NVIDIA H100 80GB HBM3"
+
+    def __init__(self, i):
+        self.id, self.process_index, self.slice_index = i, i // 8, i // 8
+
+
+def test_any_axis_goes_across_hosts_of_gpus_and_the_inner_ones_stay_within():
+    gpus = [Gpu(i) for i in range(16)]
+    one = {"data": 1, "fsdp": 16, "tensor": 1, "expert": 1, "context": 1}
+    assert [g.id for g in make_mesh(one, gpus[::-1]).devices.flat] == list(range(16))
+    mesh = make_mesh(one | {"data": 2, "fsdp": 4, "tensor": 2}, gpus)
+    hosts = np.vectorize(lambda gpu: gpu.process_index)(mesh.devices)
+    assert (hosts[0] == 0).all() and (hosts[1] == 1).all()
+
+
 @pytest.mark.slow
 def test_eight_devices_learn_what_one_learns_and_go_on_over_another_mesh(text_config, tmp_path):
     def train(steps, folder, devices, **mesh):
