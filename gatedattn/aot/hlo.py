@@ -326,12 +326,16 @@ def _parse(text: str) -> tuple[dict[str, Computation], str]:
                     current = Computation(head[2])
                     computations[head[2]] = current
                     entry = head[2] if head[1] else entry
-        elif line.startswith("}"):
+        elif re.fullmatch(
+            r"\}( // .*)?", line.rstrip()
+        ):  # a custom kernel's settings have lines of their own, such as "}}, ..."
             current = None
         elif (instruction := _instruction(line)) is not None:
             current.instructions[instruction.name] = instruction
     if not entry:
         raise ValueError("no ENTRY computation: this is not the text of an HLO module")
+    if cut := [c.name for c in computations.values() if not any(i.root for i in c.instructions.values())]:
+        raise ValueError(f"no ROOT in {', '.join(cut)}: XLA's text has changed, read its numbers with care")
     return computations, entry
 
 

@@ -1,6 +1,7 @@
 """Next-token cross-entropy that never holds the logits of more than one chunk of tokens."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -68,8 +69,7 @@ def _on_devices(hidden, unembedding, targets, mask, z_loss, chunk, gradient: boo
         def on_part(*part):
             total, *gradients = f(*part)
             if gradients:
-                d_w = jax.lax.psum(gradients[1], [axis for axis in axes if axis != scatter])
-                gradients[1] = jax.lax.psum_scatter(d_w, scatter, tiled=True) if scatter else d_w
+                gradients[1] = _sum_over_devices(gradients[1], [axis for axis in axes if axis != scatter], scatter)
             return jax.lax.psum(total, axes), *gradients
 
         rows = P(*(part or None for part in cut))
@@ -80,7 +80,25 @@ def _on_devices(hidden, unembedding, targets, mask, z_loss, chunk, gradient: boo
         )
     if gradients:
         gradients[1] = gradients[1].astype(unembedding.dtype)
+        # Summed before the layers' backward pass begins: else every device keeps its own [D, V] in full precision until after it.
+        gradients = jax.lax.optimization_barrier(gradients)
     return total, *gradients
+
+
+def _sum_over_devices(d_w: Float[Array, "D V"], axes: list[str], scatter: str | None) -> Float[Array, "d V"]:
+    """The sum over `axes` and `scatter`; of the rows, those that are this device's. A part of the columns at a time: the TPU
+    compiler makes two copies of what it sums and scatters, and the whole is as large as a chunk of logits.
+    """
+    if not scatter:
+        return jax.lax.psum(d_w, axes)
+    parts = math.gcd(d_w.shape[1], 8)
+    width = d_w.shape[1] // parts
+
+    def part(i):
+        columns = jax.lax.dynamic_slice_in_dim(d_w, i * width, width, axis=1)
+        return jax.lax.psum(jax.lax.psum_scatter(columns, scatter, tiled=True), axes)
+
+    return jnp.moveaxis(jax.lax.map(part, jnp.arange(parts)), 0, 1).reshape(-1, d_w.shape[1])
 
 
 def _over_chunks(hidden, w, targets, mask, z_loss, chunk, gradient: bool):

@@ -119,6 +119,15 @@ def test_every_way_to_write_groups(written, groups):
     assert program.groups(program.computations["main"].instructions["g"]) == groups
 
 
+def test_a_kernels_settings_have_lines_of_their_own():
+    """Mosaic's do: a computation does not end at a brace that begins one of them."""
+    kernel = '  %k = f32[100]{0} custom-call(%a), custom_call_target="tpu_custom_call", backend_config={"custom": {\n}}, metadata={}\n'
+    program = Program(LOOPS.replace("  %zero = s32[] constant(0)\n", kernel + "  %zero = s32[] constant(0)\n"))
+    assert "k" in program.computations["main"].instructions and len(list(program.collectives())) == 4
+    with pytest.raises(ValueError, match="no ROOT in main"):
+        Program(LOOPS.replace("  ROOT %out", "}\n  ROOT %out"))
+
+
 def test_a_loop_of_unknown_length_is_told():
     text = LOOPS.replace(', backend_config={"known_trip_count":{"n":"3"}}', "")
     program = Program(text)

@@ -131,5 +131,6 @@ def test_on_a_mesh_the_same_and_the_unembedding_summed_once(axes):
         found = compiled(hidden, unembedding, targets, mask)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5), found, expected)
     program = Program(compiled.as_text())
-    summed = [c for c in program.collectives() if c.kind in ("all-reduce", "reduce-scatter") and c.payload >= 8 * 32 * 4 / 2]
-    assert sum(c.times for c in summed) == 1, summed
+    summed = [c for c in program.collectives() if c.kind in ("all-reduce", "reduce-scatter")]
+    once = unembedding.size * 4  # bytes; and a share of it over the axes that fsdp leaves, and a few scalars
+    assert once <= sum(c.times * c.payload for c in summed) <= 1.25 * once + 64, summed
