@@ -57,6 +57,7 @@ def table(report: dict) -> str:
     """The report for people."""
     gb, roofline = 1e9, report["roofline"]
     ways = ", ".join(f"{name} {size}" for name, size in report["mesh"].items()) or "one device"
+    level = "" if report["optimization_level"] == "UNKNOWN" else f" at level {report['optimization_level']}"
     sequences = report["batch_size"] / report["microbatches"]
     kernel = report["kernel"] + f" ({'; '.join(report['kernels_passed_over'])})" * bool(report["kernels_passed_over"])
     experts = f"experts {report['expert_kernel']}, " if report["expert_kernel"] else ""
@@ -66,7 +67,7 @@ def table(report: dict) -> str:
         f"attention {kernel}, {experts}recomputation {report['remat']}",
         f"  memory         {report['peak_bytes'] / gb:.2f} of {report['hbm_bytes'] / gb:.2f} GB a device: "
         f"arguments {report['argument_bytes'] / gb:.2f}, temporaries {report['temp_bytes'] / gb:.2f}",
-        f"  compile        {report['trace_seconds']:.1f} s tracing, {report['compile_seconds']:.1f} s XLA",
+        f"  compile        {report['trace_seconds']:.1f} s tracing, {report['compile_seconds']:.1f} s XLA{level}",
         f"  model FLOPs    {report['model_flops_per_step']:.4g} a step; {report['executed_flops_per_step']:.4g} with what is computed twice",
         "  collectives    per device and step",
     ]

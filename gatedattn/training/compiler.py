@@ -14,7 +14,12 @@ from gatedattn.training import step as steps
 from gatedattn.training.placement import Placement
 
 # Given to XLA with the training step, by platform. Each is there for a measured reason (docs/scaling.md).
-OPTIONS: dict[str, dict[str, str | int | bool]] = {"cpu": {}, "gpu": {}, "tpu": {}}
+OPTIONS: dict[str, dict[str, str | int | bool]] = {
+    "cpu": {},
+    "gpu": {},
+    # Else a matrix product whose weights are gathered becomes a loop over the devices' parts, which writes the whole result each time.
+    "tpu": {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"},
+}
 
 
 def lower_train_step(config: RunConfig, place: Placement, state, batch) -> jax.stages.Lowered:

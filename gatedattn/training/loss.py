@@ -86,19 +86,21 @@ def _on_devices(hidden, unembedding, targets, mask, z_loss, chunk, gradient: boo
 
 
 def _sum_over_devices(d_w: Float[Array, "D V"], axes: list[str], scatter: str | None) -> Float[Array, "d V"]:
-    """The sum over `axes` and `scatter`; of the rows, those that are this device's. A part of the columns at a time: the TPU
-    compiler makes two copies of what it sums and scatters, and the whole is as large as a chunk of logits.
+    """The sum over `axes` and `scatter`; of the rows, those that are this device's. A large one is summed a part at a time: the TPU
+    compiler makes two copies of what it sums and scatters.
     """
     if not scatter:
         return jax.lax.psum(d_w, axes)
-    parts = math.gcd(d_w.shape[1], 8)
-    width = d_w.shape[1] // parts
+    devices = jax.lax.axis_size(scatter)
+    d_w = d_w.reshape(devices, -1, d_w.shape[1])
+    parts = _parts(d_w.shape[1], d_w)
+    rows = d_w.shape[1] // parts
 
     def part(i):
-        columns = jax.lax.dynamic_slice_in_dim(d_w, i * width, width, axis=1)
-        return jax.lax.psum(jax.lax.psum_scatter(columns, scatter, tiled=True), axes)
+        rows_of_each = jax.lax.dynamic_slice_in_dim(d_w, i * rows, rows, axis=1)
+        return jax.lax.psum(jax.lax.psum_scatter(rows_of_each, scatter), axes)
 
-    return jnp.moveaxis(jax.lax.map(part, jnp.arange(parts)), 0, 1).reshape(-1, d_w.shape[1])
+    return jax.lax.map(part, jnp.arange(parts)).reshape(-1, d_w.shape[2])
 
 
 def _over_chunks(hidden, w, targets, mask, z_loss, chunk, gradient: bool):
@@ -118,7 +120,8 @@ def _over_chunks(hidden, w, targets, mask, z_loss, chunk, gradient: bool):
         total = jax.tree.map(jnp.add, total, sums)
         if not gradient:
             return (total,), ()
-        return (total, d_w[0] + gradients[1]), gradients[0]
+        d_hidden, d_logits = gradients
+        return (total, _add_product(d_w[0], x[0], d_logits)), d_hidden
 
     dtype = jnp.promote_types(jnp.float32, hidden.dtype)
     start = ({name: jnp.zeros((), dtype) for name in ("loss_sum", "ce_sum", "z_sum", "count", "correct")},)
@@ -131,7 +134,7 @@ def _over_chunks(hidden, w, targets, mask, z_loss, chunk, gradient: bool):
 
 
 def _chunk_sums(hidden, w, targets, mask, z_loss, gradient: bool):
-    """Sums of one chunk [R, D]; with `gradient`, also d loss_sum / d hidden and d loss_sum / d w."""
+    """Sums of one chunk [R, D]; with `gradient`, also d loss_sum / d hidden and d loss_sum / d logits."""
     accumulate = jnp.promote_types(jnp.float32, hidden.dtype)
     logits = jnp.dot(hidden, w, preferred_element_type=accumulate)
     # A comparison, not a gather: it fuses, and it works when V is sharded.
@@ -154,4 +157,27 @@ def _chunk_sums(hidden, w, targets, mask, z_loss, gradient: bool):
         return (sums,)
     d_logits = exp * ((1 + 2 * z_loss * lse) / normalizer)[:, None] - hit  # d ce = p - onehot, d lse^2 = 2 lse p
     d_logits = jnp.where(mask[:, None], d_logits, 0).astype(hidden.dtype)
-    return sums, jnp.dot(d_logits, w.T), jnp.dot(hidden.T, d_logits, preferred_element_type=accumulate)
+    return sums, jnp.dot(d_logits, w.T), d_logits
+
+
+LARGE = 2**28  # bytes of a float32 [D, V]: of more there should not be two
+
+
+def _parts(rows: int, d_w) -> int:
+    return math.gcd(rows, 8) if d_w.size * d_w.dtype.itemsize > LARGE else 1
+
+
+def _add_product(d_w: Float[Array, "D V"], hidden: Float[Array, "R D"], d_logits: Float[Array, "R V"]) -> Float[Array, "D V"]:
+    """d_w + hidden^T d_logits, a part of the rows at a time: XLA adds a whole product to a second array, a part in place."""
+    parts = _parts(len(d_w), d_w)
+    rows = len(d_w) // parts
+
+    def add(i, d_w):
+        part = jax.lax.dynamic_slice_in_dim(hidden, i * rows, rows, axis=1) if parts > 1 else hidden
+        product = jnp.dot(part.T, d_logits, preferred_element_type=d_w.dtype)
+        if parts == 1:
+            return d_w + product
+        sum = jax.lax.dynamic_slice_in_dim(d_w, i * rows, rows) + product
+        return jax.lax.dynamic_update_slice_in_dim(d_w, sum, i * rows, axis=0)
+
+    return jax.lax.fori_loop(0, parts, add, d_w) if parts > 1 else add(0, d_w)

@@ -1,5 +1,6 @@
-"""The training step compiled by the TPU compiler for pods. `python -m pytest -m aot tests/aot`, after `pip install libtpu==0.0.42.*`
-(what jax 0.10.2 itself asks for); minutes. What a machine that is not here would refuse is found here."""
+"""The training step compiled by the TPU compiler for pods: what a machine that is not here would refuse is found here.
+
+`JAX_OPTIMIZATION_LEVEL=O1 python -m pytest -m aot tests/aot/test_pods.py`, after `pip install -e ".[tpu]" libtpu==0.0.52`; minutes."""
 
 import dataclasses
 import json
@@ -13,7 +14,7 @@ from gatedattn.aot.compile import TooLarge, step
 from gatedattn.aot.topologies import parse
 from gatedattn.config import ConfigError, MeshConfig, RunConfig, TrainConfig, TransformerConfig, from_mapping
 
-pytestmark = pytest.mark.aot
+pytestmark = [pytest.mark.aot, pytest.mark.usefixtures("optimized")]
 pytest.importorskip("libtpu")
 
 SMALL = RunConfig(
