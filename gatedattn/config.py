@@ -58,10 +58,10 @@ def _one_of(obj, name: str, allowed: tuple[str, ...]) -> None:
         )
 
 
-def suggest(word: str, known) -> str:
-    """`" (did you mean 'x'?)"` for the known word nearest to `word`, or an empty string."""
-    near = difflib.get_close_matches(str(word), [str(k) for k in known], n=1, cutoff=0.5)
-    return f" (did you mean {near[0]!r}?)" if near else ""
+def suggest(word: str, known, most: int = 1) -> str:
+    """`" (did you mean 'x'?)"` for the known word nearest to `word`, or the nearest ones; or an empty string."""
+    near = difflib.get_close_matches(str(word), dict.fromkeys(map(str, known)), n=most, cutoff=0.5)
+    return f" (did you mean {' or '.join(map(repr, near))}?)" if near else ""
 
 
 @dataclass(frozen=True)

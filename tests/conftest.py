@@ -1,4 +1,6 @@
+import contextlib
 import os
+import subprocess
 
 # Before JAX wakes up: eight CPU devices, so that meshes can be tested anywhere.
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
@@ -34,3 +36,21 @@ def optimized():
     jax.config.update("jax_disable_most_optimizations", False)
     yield
     jax.config.update("jax_disable_most_optimizations", True)
+
+
+@pytest.fixture
+def small_disk():
+    """folder, size -> a context with a file system of its own there. Skips the test where mounting is not permitted."""
+
+    @contextlib.contextmanager
+    def small_disk(folder, size):
+        folder.mkdir()
+        mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
+        if subprocess.run(mount, capture_output=True, check=False).returncode:
+            pytest.skip("mounting a tmpfs is not permitted here")
+        try:
+            yield folder
+        finally:
+            subprocess.run(["umount", "-l", str(folder)], check=True)
+
+    return small_disk

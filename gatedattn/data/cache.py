@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from gatedattn.config import ConfigError
+
 MANIFEST = "manifest.json"
+DISK_FAULTS = ("No space left on device", "Permission denied", "Read-only file system", "File too large", "Disk quota exceeded")
 
 
 def announce(line: str) -> None:
@@ -32,12 +36,28 @@ def file_digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+@contextlib.contextmanager
+def writing(path: Path, remedy: str) -> Iterator[None]:
+    """Raises `ConfigError` where a disk cannot be written, whatever a library makes of it (array_record: a RuntimeError)."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        if not (reason := next((fault for fault in DISK_FAULTS if fault in str(error)), None)):
+            raise
+        raise ConfigError(f"{path} cannot be written ({reason}): {remedy}") from None
+
+
 def write_atomically(path: Path, content: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
-        file.write(content)
-    os.chmod(file.name, 0o644)  # temporary files are private; a run's folder may be shared
-    os.replace(file.name, path)
+        try:
+            file.write(content)
+            file.flush()
+            os.chmod(file.name, 0o644)  # temporary files are private; a run's folder may be shared
+            os.replace(file.name, path)
+        except OSError:
+            os.unlink(file.name)
+            raise
 
 
 def folder(path: Path, build: Callable[[Path], None]) -> Path:
@@ -52,6 +72,11 @@ def folder(path: Path, build: Callable[[Path], None]) -> Path:
             announce(f"{path} is damaged ({fault}): rebuilding it")
         else:
             return path
+    with writing(path.parent, "make room, or give another data.cache_dir"):
+        return _built(path, build)
+
+
+def _built(path: Path, build: Callable[[Path], None]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
     try:

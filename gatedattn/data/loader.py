@@ -283,7 +283,8 @@ def _tokenize(name: str, corpus: sources.Corpus, tokenizer: Tokenizer, config: D
 
             with open(folder / f"{split}.tokens", "wb") as file:
                 for ids in tokenizer.encode_many(counted(corpus.documents(split))):
-                    file.write(np.concatenate([[tokenizer.bos_id], ids]).astype(dtype).tobytes())
+                    file.write(np.array([tokenizer.bos_id], dtype).data)
+                    file.write(ids.astype(dtype).data)
                     lengths.append(len(ids) + 1)
             np.save(folder / f"{split}.starts.npy", np.cumsum([0, *lengths])[:-1].astype(np.int64), allow_pickle=False)
             if not text_bytes:

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-from jaxtyping import Int, Int32, Int64, Integer
+from jaxtyping import Int, Int64, Integer
+from numpy.typing import DTypeLike
 
 from gatedattn.config import ConfigError
 
@@ -30,12 +31,15 @@ class Stream:
     starts: Int64[np.ndarray, "documents"]
 
     @classmethod
-    def of(cls, documents: Iterable[Int[np.ndarray, "_"]], bos_id: int) -> Stream:
+    def of(cls, documents: Iterable[Int[np.ndarray, "_"]], bos_id: int, dtype: DTypeLike = np.int32) -> Stream:
         """The stream of documents that hold no BOS themselves; an empty document is a lone BOS."""
-        parts = [np.concatenate([[bos_id], np.asarray(d, np.int32)]).astype(np.int32) for d in documents]
-        lengths = np.array([len(p) for p in parts], np.int64)
-        tokens = np.concatenate(parts) if parts else np.zeros(0, np.int32)
-        return cls(tokens, np.cumsum(lengths) - lengths)
+        tokens, starts = bytearray(), []
+        bos = np.array([bos_id], dtype).tobytes()
+        for document in documents:
+            starts.append(len(tokens) // len(bos))
+            tokens += bos
+            tokens += np.asarray(document).astype(dtype).data
+        return cls(np.frombuffer(tokens, dtype), np.array(starts, np.int64))
 
 
 class Rows(Protocol):
@@ -96,15 +100,15 @@ class Packed:
         """All tokens: they and the targets are the same multiset, since BOS ends as well as begins."""
         return self.stream.tokens
 
-    def windows(self, start: int, stop: int) -> Iterable[Int32[np.ndarray, "_"]]:
+    def windows(self, start: int, stop: int) -> Iterable[Integer[np.ndarray, "_"]]:
         """What each of the rows from `start` to `stop` is made of: 1 if it begins with a BOS of its own, else 0; its tokens as they
         stand in the stream; and the one that follows (BOS after the last)."""
         tokens, n = self.stream.tokens, len(self.stream.tokens)
-        for first, overlap in zip(self.first[start:stop], self.overlaps[start:stop], strict=True):
-            end = [] if first + self.seq_len < n else [self.bos_id]
-            yield np.concatenate([[self.bos == "row" and overlap], tokens[first : first + self.seq_len + 1], end]).astype(
-                np.int32
-            )
+        own = (self.overlaps & (self.bos == "row")).astype(tokens.dtype)[:, None]
+        end = np.array([self.bos_id], tokens.dtype)
+        for row in range(start, min(stop, len(self))):
+            until = self.first[row] + self.seq_len + 1
+            yield np.concatenate([own[row], tokens[self.first[row] : until], end[: int(until > n)]])  # all of one dtype
 
     def rows(self, index: Int[np.ndarray, "B"]) -> dict[str, np.ndarray]:
         """Rows `index`: tokens, targets, segment_ids, positions i32[B, T] and loss_mask bool[B, T].

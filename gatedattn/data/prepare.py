@@ -12,18 +12,20 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context, parent_process
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from array_record.python.array_record_module import ArrayRecordReader, ArrayRecordWriter
+from jaxtyping import Integer
 from tqdm import tqdm
 
 from gatedattn.config import ConfigError, DataConfig
 from gatedattn.data import sources, tokenizers
-from gatedattn.data.cache import announce, file_digest, write_atomically
+from gatedattn.data.cache import announce, file_digest, write_atomically, writing
 from gatedattn.data.packing import Packed, Stream
 from gatedattn.data.records import ABOUT, FORMAT, dtype
 from gatedattn.data.tokenizers import Tokenizer
@@ -80,11 +82,11 @@ def prepare(
         announce(f"{len(done)} of {len(parts)} parts are there already")
     bar = tqdm(total=sum(p["text"] for p in parts), initial=sum(p["text"] for p in parts if p["name"] in done),
                unit="B", unit_scale=True, desc="prepare", file=sys.stderr, mininterval=1 if sys.stderr.isatty() else 30)  # fmt: skip
-    with bar:
+    with bar, writing(folder, "make room; the same command goes on"):
         for name, about in _work(folder, config, seq_len, left, workers or os.cpu_count() or 1):
             done[name] = about
             bar.update(next(part["text"] for part in left if part["name"] == name))
-    return _finish(folder, plan, parts, done)
+        return _finish(folder, plan, parts, done)
 
 
 def _begin(folder: Path, plan: dict, tokenizer: Tokenizer) -> None:
@@ -108,7 +110,7 @@ def _begin(folder: Path, plan: dict, tokenizer: Tokenizer) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         tokenizer.save(folder)
         write_atomically(path, json.dumps(plan, indent=1).encode())
-    except OSError as error:
+    except OSError as error:  # /proc says that it does not exist
         raise ConfigError(f"{folder} cannot be written ({error.strerror})") from None
 
 
@@ -163,7 +165,7 @@ def _part(settings: tuple, part: dict) -> dict:
             text_bytes += len(text.encode())
             yield text
 
-    stream = Stream.of(tokenizer.encode_many(texts()), tokenizer.bos_id)
+    stream = Stream.of(tokenizer.encode_many(texts()), tokenizer.bos_id, dtype(tokenizer.vocab_size))
     about: dict[str, Any] = {
         "name": part["name"],
         "documents": len(stream.starts),
@@ -173,23 +175,31 @@ def _part(settings: tuple, part: dict) -> dict:
     }
     path = folder / part["name"]
     temporary = path.with_name(f".{path.name}.tmp")
-    writer = ArrayRecordWriter(str(temporary), "group_size:1")
-    if len(stream.tokens):
-        packed = Packed(stream, seq_len, tokenizer.bos_id, config.bos)
-        for window in packed.windows(0, len(packed)):
-            writer.write(window.astype(dtype(tokenizer.vocab_size)).tobytes())
+    packed = Packed(stream, seq_len, tokenizer.bos_id, config.bos) if len(stream.tokens) else None
+    if packed:
         about |= {"rows": len(packed), "tokens": packed.num_tokens}
-    writer.close()
-    reader = ArrayRecordReader(str(temporary))
-    if reader.num_records() != about["rows"]:
-        raise OSError(f"{temporary}: {reader.num_records()} of {about['rows']} rows were written")
-    reader.close()
-    with open(temporary, "rb") as file:
-        os.fsync(file.fileno())
+    try:
+        _write(temporary, packed.windows(0, len(packed)) if packed else (), about["rows"])
+    except BaseException:
+        temporary.unlink(missing_ok=True)  # a full disk has no room for it
+        raise
     about |= {"bytes": temporary.stat().st_size, "sha256": file_digest(temporary)}
     os.replace(temporary, path)
     write_atomically(folder / f"{path.name}.json", json.dumps(about).encode())
     return about
+
+
+def _write(path: Path, windows: Iterable[Integer[np.ndarray, "_"]], count: int) -> None:
+    writer = ArrayRecordWriter(str(path), "group_size:1")
+    for window in windows:
+        writer.write(window.tobytes())
+    writer.close()
+    reader = ArrayRecordReader(str(path))
+    if reader.num_records() != count:
+        raise OSError(f"{path}: {reader.num_records()} of {count} rows were written")
+    reader.close()
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
 
 
 _tokenizers: dict[Path, Tokenizer] = {}

@@ -225,7 +225,7 @@ class TfdsCorpus:
                 break
         if builder is None:
             known = ["sotu", *tfds.list_builders(with_community_datasets=False)]
-            raise ConfigError(f"data.source tfds:{self.name}: TFDS knows no such dataset{suggest(self.name, known)}; "
+            raise ConfigError(f"data.source tfds:{self.name}: TFDS knows no such dataset{suggest(self.name, known, 3)}; "
                               "one of your own must lie in TFDS_DATA_DIR")  # fmt: skip
         if not builder.is_prepared():
             announce(f"preparing tfds:{self.name} (downloads it)")

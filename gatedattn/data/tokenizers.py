@@ -25,6 +25,7 @@ BOS_NAMES = (BOS, "<s>", "<|begin_of_text|>", "<|startoftext|>", "<|endoftext|>"
 # Tokens after which a text is over, in the families that we read.
 EOS_NAMES = ("</s>", "<|end_of_text|>", "<|endoftext|>", "<|eot_id|>", "<|im_end|>", "<eos>", "<EOS>", "[EOS]")
 LONG_TEXT = 1 << 20  # characters; longer documents are encoded in pieces, since an Encoding takes over 100 bytes a token
+LONGEST = 4  # times as long a piece is cut wherever it stands
 
 
 class Tokenizer(ABC):
@@ -182,16 +183,20 @@ class SentencePiece(Tokenizer):
 
 
 def pieces(text: str, size: int) -> Iterator[str]:
-    """Cut a text every `size` characters or later, always between a letter and a newline.
+    """Cut a text every `size` characters or later, between a letter and a newline or between two words.
 
     No byte-level pre-tokenizer in use (GPT-2, cl100k, Llama 3, Qwen) makes a token across such a place, nor looks across it to
-    split: the pieces encode to the same ids as the whole.
+    split: the pieces encode to the same ids as the whole. Only a text without any (200 MB of NUL bytes, say) is cut every
+    `LONGEST * size` characters wherever that is, which may cost a token there: otherwise its encoding would fill the memory.
     """
-    start, cut = 0, re.compile(r"(?<=[^\W\d_])(?=\n)")
-    while match := cut.search(text, start + size):
-        yield text[start : match.start()]
-        start = match.start()
-    yield text[start:]
+    start, cut = 0, re.compile(r"(?<=[^\W\d_])(?=\n| [^\W\d_])")
+    while len(text) - start > size:
+        match = cut.search(text, start + size, start + LONGEST * size)
+        end = match.start() if match else start + LONGEST * size
+        yield text[start:end]
+        start = end
+    if start < len(text) or not text:
+        yield text[start:]
 
 
 def train_bpe(texts: Iterable[str], size: int) -> Json:

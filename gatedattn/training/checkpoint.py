@@ -24,7 +24,7 @@ from jaxtyping import Array, PyTree, UInt32
 from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, EveryNSteps, LatestN
 
 from gatedattn.config import CheckpointConfig, ConfigError, RunConfig, to_mapping
-from gatedattn.data.cache import digest
+from gatedattn.data.cache import DISK_FAULTS, digest
 from gatedattn.sharding import path_string
 from gatedattn.training.console import say
 from gatedattn.training.step import TrainState
@@ -297,7 +297,7 @@ def _like_state(like: PyTree, pure: dict) -> PyTree:
 
 def _reason(error: BaseException) -> str:
     text = str(error).strip()
-    for known in ("No space left on device", "Permission denied", "Read-only file system", "File too large"):
+    for known in DISK_FAULTS:
         if known in text:
             return known
     return f"{type(error).__name__}: {text.splitlines()[0][:200] if text else ''}".rstrip(": ")

@@ -140,6 +140,32 @@ def test_a_kill_leaves_no_worker_behind_and_costs_no_finished_part(corpus, tmp_p
     assert about == prepare(**corpus, folder=tmp_path / "q", seq_len=16, workers=1, part_bytes=400)
 
 
+def test_a_full_disk_is_told_in_a_line_and_the_same_command_goes_on(corpus, tmp_path, small_disk):
+    """What is prepared, and the cache."""
+    random = np.random.default_rng(0)
+    for i in range(40):  # nothing that compresses
+        (tmp_path / "a" / f"{i}.txt").write_bytes(random.integers(32, 127, 40_000, np.uint8).tobytes())
+    options = corpus | dict(tokenizer="bytes", seq_len=128, part_bytes=400_000)
+    with small_disk(tmp_path / "disk", "1m") as disk:
+        for workers in (1, 2):
+            with pytest.raises(ConfigError, match="disk/p cannot be written .No space left on device.: make room; the same"):
+                prepare(**options, folder=disk / "p", workers=workers)
+            assert not list((disk / "p").glob(".*"))
+        made = [path for path in (disk / "p").iterdir() if path.suffix == ".array_record"]
+        assert made and not (disk / "p" / records.ABOUT).exists()
+        cached = DataConfig(source=corpus["source"], tokenizer="bytes", cache_dir=str(disk / "cache"))
+        with pytest.raises(ConfigError, match="No space left on device.: make room, or give another data.cache_dir"):
+            load(cached, seq_len=128, batch_size=4, seed=0)
+        subprocess.run(["mount", "-o", "remount,size=9m", str(disk)], check=True)
+        times = {path: path.stat().st_mtime_ns for path in made}
+        about = prepare(**options, folder=disk / "p", workers=1)
+        assert about == prepare(**options, folder=tmp_path / "whole", workers=1)
+        assert times == {path: path.stat().st_mtime_ns for path in made}
+        subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+        with pytest.raises(ConfigError, match="Read-only file system.: make room, or give another data.cache_dir"):
+            load(cached, seq_len=128, batch_size=4, seed=0)
+
+
 def test_a_damaged_record_is_found_when_it_is_read(corpus, tmp_path):
     about = prepare(**corpus, folder=tmp_path / "p", seq_len=16, workers=1)
     path = tmp_path / "p" / about["splits"]["train"]["files"][0]["name"]

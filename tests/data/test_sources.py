@@ -143,7 +143,7 @@ def test_a_tfds_dataset_of_ones_own(tmp_path):
 
 
 def test_tfds_refusals(tmp_path):
-    with pytest.raises(ConfigError, match="did you mean 'sotu'"):
+    with pytest.raises(ConfigError, match="did you mean 'sotu' or 'opus'"):  # the nearest names
         sources.open_corpus(parse("tfds:sotus")[0], DataConfig(cache_dir=str(tmp_path)))
     with pytest.raises(ConfigError, match="did you mean 'tiny_shakespeare'"):
         TfdsCorpus("tiny_shakespear", tmp_path, 0.1)

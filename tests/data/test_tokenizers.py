@@ -62,6 +62,14 @@ def test_long_documents_encode_in_pieces_as_the_whole_does(monkeypatch):
     assert many == [whole.tolist(), [], BPE.encode("short").tolist(), whole.tolist()]
 
 
+def test_only_a_text_without_words_is_cut_anywhere():
+    for text in ("\0" * 1000, "x" * 1000, "1 2 " * 250):
+        cut = list(tokenizers.pieces(text, 50))
+        assert "".join(cut) == text and max(map(len, cut)) <= 50 * tokenizers.LONGEST
+    assert all(part[0] == " " for part in list(tokenizers.pieces("two words " * 100, 50))[1:])
+    assert list(tokenizers.pieces("", 50)) == [""]
+
+
 def test_save_and_load(tmp_path, sentencepiece_file):
     kinds = [BPE, tokenizers.Bytes(), tokenizers.Characters("ab\n"), tokenizers.from_name(str(sentencepiece_file))]
     for i, tokenizer in enumerate(kinds):

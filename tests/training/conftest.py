@@ -1,6 +1,4 @@
-import contextlib
 import dataclasses
-import subprocess
 
 import numpy as np
 import pytest
@@ -57,21 +55,3 @@ def text_config(config, tmp_path):
         eval=EvalConfig(every=10, batches=2),
         checkpoint=CheckpointConfig(every=8),
     )
-
-
-@pytest.fixture
-def small_disk():
-    """folder, size -> a context with a file system of its own there. Skips the test where mounting is not permitted."""
-
-    @contextlib.contextmanager
-    def small_disk(folder, size):
-        folder.mkdir()
-        mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
-        if subprocess.run(mount, capture_output=True, check=False).returncode:
-            pytest.skip("mounting a tmpfs is not permitted here")
-        try:
-            yield folder
-        finally:
-            subprocess.run(["umount", "-l", str(folder)], check=True)
-
-    return small_disk
