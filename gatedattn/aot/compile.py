@@ -95,10 +95,12 @@ def _notes_on_libtpu() -> list[str]:
 
 
 def _too_large(error: Exception) -> TooLarge | None:
-    """XLA's refusal as numbers: "Used 23.45G of 15.75G hbm." """
+    """XLA's refusal as numbers: "Used 23.45G of 15.75G hbm", "HLO temporaries (17.43G) exceeds available HBM (15.75G)"."""
     units = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-    if found := re.search(r"[Uu]sed ([\d.]+)([KMGT]?) of ([\d.]+)([KMGT]?) hbm", str(error)):
-        return TooLarge(round(float(found[1]) * units[found[2]]), round(float(found[3]) * units[found[4]]))
+    size = r"([\d.]+)([KMGT]?)"
+    for wording in (rf"[Uu]sed {size} of {size} hbm", rf"\({size}\) exceeds available HBM \({size}\)"):
+        if found := re.search(wording, str(error)):
+            return TooLarge(round(float(found[1]) * units[found[2]]), round(float(found[3]) * units[found[4]]))
     return None
 
 

@@ -98,7 +98,13 @@ class Collective:
     def received(self) -> float:
         """Bytes each device receives when the work is shared evenly (a ring): the least that must move."""
         n = max(self.group, 1)
-        share = {"all-gather": n - 1.0, "all-reduce": 2 * (n - 1) / n, "collective-permute": 1.0, "collective-broadcast": 1.0}
+        share = {
+            "all-gather": n - 1.0,
+            "all-reduce": 2 * (n - 1) / n,
+            "collective-permute": 1.0,
+            "collective-broadcast": 1.0,
+            "recv": 1.0,
+        }
         return self.bytes * share.get(self.kind, (n - 1) / n)
 
     @property
@@ -112,7 +118,7 @@ class Collective:
                 return self.received * (slices - 1) / (n - 1)
             case "collective-broadcast":
                 return self.received * slices / n
-            case "collective-permute":
+            case "collective-permute" | "recv":
                 return self.received
         return self.bytes * (slices - 1) / slices  # all-to-all: each pair of devices has its own
 
@@ -171,6 +177,12 @@ class Program:
             computation = self.computations[name]
             for instruction in computation.instructions.values():
                 kind = instruction.opcode.removesuffix("-start")
+                if kind == "all-reduce" and name.startswith("all-reduce-scatter"):
+                    kind = "reduce-scatter"  # what the TPU compiler makes of one: a fusion that keeps its part of the sum
+                if kind == "recv" and "xla_megascale_runtime" in instruction.rest:  # from another TPU slice
+                    yield Collective(
+                        kind, instruction.name, times, instruction.shapes[0].bytes, 2, instruction.shapes[:1], spans=2
+                    )
                 if kind in COLLECTIVES:
                     groups = self.groups(instruction)
                     operands = _operand_shapes(computation, instruction)

@@ -140,7 +140,9 @@ def devices(topology: Topology) -> list:
     generation = topology.name.removeprefix(f"{topology.slices}x").partition("-")[0]
     shape = "x".join(map(str, topology.torus))
     try:
-        return topologies.get_topology_desc(f"{generation}:{shape}", "tpu", num_slices=topology.slices).devices
+        # "megacore": the two cores of a chip are one device, as on the cloud's machines; libtpu's default for v4 is two.
+        cores = {"chip_config_name": "megacore"} if topology.chip.cores == 2 and topology.chip.devices == 1 else {}
+        return topologies.get_topology_desc(f"{generation}:{shape}", "tpu", num_slices=topology.slices, **cores).devices
     except (RuntimeError, jax.errors.JaxRuntimeError) as error:
         first = str(error).splitlines()[0]
         raise ConfigError(f"no TPU compiler for {topology.name} ({first}): pip install 'jax[tpu]', no TPU needed") from None
