@@ -16,7 +16,7 @@ def test_the_notebook_runs(monkeypatch):
     notebook = nbformat.read(NOTEBOOK, 4)
     nbclient.NotebookClient(notebook, timeout=1500, resources={"metadata": {"path": str(NOTEBOOK.parent)}}).execute()
     outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
-    assert sum("image/png" in output.get("data", {}) for output in outputs) >= 3
+    assert sum("image/png" in output.get("data", {}) for output in outputs) == 2
 
 
 def test_its_committed_outputs_are_whole():
