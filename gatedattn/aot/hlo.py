@@ -214,7 +214,7 @@ class Program:
     def moved(self, computation: Computation, instruction: Instruction) -> int:
         """Bytes of main memory that one run of an instruction touches."""
         opcode = instruction.opcode
-        if opcode in FREE or opcode.endswith("-done"):
+        if opcode in FREE or opcode.endswith(("-done", "-update")):
             return 0
         operands = [computation.instructions[name].shapes for name in instruction.operands if name in computation.instructions]
         reads = [self._main(shapes) for shapes in operands]

@@ -93,7 +93,7 @@ def _sum_over_devices(d_w: Float[Array, "D V"], axes: list[str], scatter: str | 
         return jax.lax.psum(d_w, axes)
     devices = jax.lax.axis_size(scatter)
     d_w = d_w.reshape(devices, -1, d_w.shape[1])
-    parts = _parts(d_w.shape[1], d_w)
+    parts = _parts(d_w.shape[1], d_w, 8)
     rows = d_w.shape[1] // parts
 
     def part(i):
@@ -163,13 +163,13 @@ def _chunk_sums(hidden, w, targets, mask, z_loss, gradient: bool):
 LARGE = 2**28  # bytes of a float32 [D, V]: of more there should not be two
 
 
-def _parts(rows: int, d_w) -> int:
-    return math.gcd(rows, 8) if d_w.size * d_w.dtype.itemsize > LARGE else 1
+def _parts(rows: int, d_w, most: int) -> int:
+    return math.gcd(rows, most) if d_w.size * d_w.dtype.itemsize > LARGE else 1
 
 
 def _add_product(d_w: Float[Array, "D V"], hidden: Float[Array, "R D"], d_logits: Float[Array, "R V"]) -> Float[Array, "D V"]:
-    """d_w + hidden^T d_logits, a part of the rows at a time: XLA adds a whole product to a second array, a part in place."""
-    parts = _parts(len(d_w), d_w)
+    """d_w + hidden^T d_logits, half of the rows at a time: XLA adds a whole product to a second array, a part in place."""
+    parts = _parts(len(d_w), d_w, 2)  # each reads all of d_logits
     rows = len(d_w) // parts
 
     def add(i, d_w):
