@@ -6,6 +6,7 @@ import pytest
 from jax.sharding import AxisType
 
 from gatedattn.aot.hlo import Program
+from gatedattn.training import loss as loss_lib
 from gatedattn.training.loss import next_token_loss
 
 B, T, D, V = 3, 7, 5, 11
@@ -115,7 +116,9 @@ def test_memory_does_not_grow_with_the_logits():
 
 
 @pytest.mark.parametrize("axes", [{"fsdp": 4, "tensor": 2}, {"data": 2, "expert": 2, "context": 2}], ids=str)
-def test_on_a_mesh_the_same_and_the_unembedding_summed_once(axes):
+@pytest.mark.parametrize("large", [2**28, 0], ids=["whole", "in parts"])
+def test_on_a_mesh_the_same_and_the_unembedding_summed_once(axes, large, monkeypatch):
+    monkeypatch.setattr(loss_lib, "LARGE", large)
     keys = jax.random.split(jax.random.key(0), 3)
     hidden, unembedding = jax.random.normal(keys[0], (4, 16, 8)), jax.random.normal(keys[1], (8, 32))
     targets, mask = jax.random.randint(keys[2], (4, 16), 0, 32), jnp.arange(16)[None] > jnp.arange(4)[:, None]
