@@ -3,7 +3,8 @@
 python -m benchmarks.soak [--minutes=30] [--workdir=DIR] [--json]
 
 Trains the smoke version of the tiny recipe in this process, with checkpoints, evaluations and probes every few steps, and samples while
-it goes: resident memory, open files, threads, and the CPU seconds of a step (which a busy machine changes less than its wall-clock time).
+it goes: memory of its own in RAM (pages of libraries and other files, which the kernel drops and reads again as it likes, do not count),
+open files, threads, and the CPU seconds of a step (which a busy machine changes less than its wall-clock time).
 Prints the level of each, and its slope an hour over the second half: the first warms up caches and allocators. Exit code 1 unless all
 are flat: a slope that would move the level by more than 5 % (files, threads: by 2; CPU: by 20 %) over the time it was fitted to is not.
 """
@@ -12,6 +13,7 @@ import argparse
 import dataclasses
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -26,11 +28,11 @@ from gatedattn.config import CheckpointConfig, EvalConfig, ProbeConfig, RunConfi
 from gatedattn.training import loop, recorder
 
 EVERY = 2.0  # seconds between samples
-LIMITS = {"resident_mb": 0.05, "open_files": 2, "threads": 2, "cpu_seconds_per_step": 0.2}  # below 1: of the level
+LIMITS = {"memory_mb": 0.05, "open_files": 2, "threads": 2, "cpu_seconds_per_step": 0.2}  # below 1: of the level
 
 
 class Samples(threading.Thread):
-    """Rows of (seconds, resident MB, open files, threads, CPU seconds, steps) until `minutes` after the first step, which it then
+    """Rows of (seconds, memory in MB, open files, threads, CPU seconds, steps) until `minutes` after the first step, which it then
     ends as the system would: SIGTERM."""
 
     def __init__(self, metrics: str, minutes: float):
@@ -38,16 +40,16 @@ class Samples(threading.Thread):
         self.metrics, self.minutes, self.rows = metrics, minutes, []
 
     def run(self):
-        page, began = os.sysconf("SC_PAGE_SIZE") / 1e6, None
+        began = None
         while began is None or time.monotonic() < began + 60 * self.minutes:
             time.sleep(EVERY)
             if not (step := self.last_step()):
                 continue
             began = began or time.monotonic()
-            with open("/proc/self/statm") as file:
-                resident = int(file.read().split()[1]) * page
+            with open("/proc/self/status") as file:
+                memory = int(re.search(r"RssAnon:\s+(\d+) kB", file.read())[1]) * 1024 / 1e6
             files, seconds = len(os.listdir("/proc/self/fd")), time.monotonic() - began
-            self.rows.append((seconds, resident, files, threading.active_count(), time.process_time(), step))
+            self.rows.append((seconds, memory, files, threading.active_count(), time.process_time(), step))
         os.kill(os.getpid(), signal.SIGTERM)
 
     def last_step(self) -> int:
@@ -82,7 +84,7 @@ def soak(minutes: float, workdir: str) -> dict:
     # CPU seconds of a step, over windows of a tenth of the time.
     edges = np.searchsorted(seconds, np.linspace(0, seconds[-1], 11))
     windows = [(seconds[b], (cpu[b] - cpu[a]) / (steps[b] - steps[a])) for a, b in zip(edges, edges[1:]) if steps[b] > steps[a]]
-    series = {name: (seconds, rows[:, i]) for i, name in enumerate(("resident_mb", "open_files", "threads"), 1)}
+    series = {name: (seconds, rows[:, i]) for i, name in enumerate(("memory_mb", "open_files", "threads"), 1)}
     series["cpu_seconds_per_step"] = tuple(np.array(windows).T)
     found = {"minutes": minutes, "steps": result.step}
     for name, (at, values) in series.items():
