@@ -37,7 +37,7 @@ def start(workdir, count, *more) -> list[subprocess.Popen]:
     ]  # fmt: skip
 
 
-def finish(processes, timeout=300):
+def finish(processes, timeout=900):
     """(stdout, stderr, exit code) of each; what Gloo prints of its connections is left out."""
     results = [(*p.communicate(timeout=timeout), p.returncode) for p in processes]
     return [("".join(line for line in out.splitlines(True) if "[Gloo]" not in line), err, code) for out, err, code in results]
@@ -73,7 +73,7 @@ def test_sigterm_to_one_saves_all_and_one_process_goes_on(alone, tmp_path):
     processes = start(tmp_path, 2, "--config.train.steps=2000", "--config.checkpoint.every=0")
     wait_for(lambda: (tmp_path / "metrics.jsonl").exists() and len(lines(tmp_path)) > 3, processes)
     processes[1].send_signal(signal.SIGTERM)
-    results = finish(processes, timeout=120)
+    results = finish(processes, timeout=300)
     assert [code for *_, code in results] == [128 + signal.SIGTERM] * 2, results
     stopped = int(re.search(r"SIGTERM: stopped after step (\d+) and saved it", results[0][0])[1])
     assert (tmp_path / "checkpoints" / str(stopped)).is_dir()
@@ -100,7 +100,7 @@ def test_a_death_takes_the_others_down_within_a_minute(victim, tmp_path):
     processes[victim].communicate()
 
 
-def wait_for(condition, processes, seconds=240):
+def wait_for(condition, processes, seconds=600):
     for _ in range(seconds * 2):
         if condition():
             return
