@@ -80,7 +80,7 @@ RUNS = {
     "dense on v6e": (dense1b7, "v6e-64", 256),
     "moe on v6e": (moe15b, "v6e-256", 1024),
 }
-CEILING = {"dense": 6.37e9, "moe": 9.02e9, "dense on v6e": 12e9, "moe on v6e": 16e9}  # bytes of temporaries a chip
+CEILING = {"dense": 5.8e9, "moe": 9.02e9, "dense on v6e": 5.8e9, "moe on v6e": 7.3e9}  # bytes of temporaries a chip
 
 
 @pytest.fixture(scope="module", params=RUNS)
@@ -103,7 +103,8 @@ def test_recipes_fit_and_are_divided(pod):
         experts = [spec for path, spec in kernels.items() if "moe" in path and "router" not in path]
         assert len(experts) == 9  # gate, up and down, each with its two moments
 
-    # No device ever holds the whole model: what one gather makes is less than a tenth of it, in bfloat16.
-    gathers = report["collectives"]["all-gather"]
+    # No device ever holds the whole model: what is made at once from all devices' parts is less than a tenth of it, in bfloat16. On a
+    # whole cube of chips the compiler makes all-reduces of all-gathers.
     largest = max(2 * 2048 * 151_936, 2 * report["params"] / 10)  # bytes: the unembedding is the largest single matrix
-    assert 0 < gathers["largest_bytes"] <= 1.01 * largest
+    made = [entry["largest_bytes"] for kind, entry in report["collectives"].items() if kind in ("all-gather", "all-reduce")]
+    assert 0 < max(made) <= 1.01 * largest
