@@ -123,6 +123,7 @@ POSITIONS = ("rope", "learned", "none")
 SINKS = ("none", "learned", "off_by_one")
 DTYPES = ("float32", "bfloat16", "float64")
 REMATS = ("none", "attn", "mlp", "full", "offload")
+PATTERN = ("window", "position", "gates", "sink")  # settings in which the layers of a pattern may differ
 KERNELS = ("auto", "reference", "chunked", "splash", "cudnn", "triton", "tokamax")
 
 
@@ -159,6 +160,10 @@ class TransformerConfig:
     dtype: str = "float32"  # of activations and matmuls; parameters are float32 throughout
     remat: str = "none"  # none | attn | mlp | full | offload: what the backward pass recomputes, see Transformer.hidden
     kernel: str = "auto"  # attention implementation: auto, or a row of gatedattn.kernels.CAPABILITIES
+    # Layers that repeat, "" for all alike: "window=512|window=512|window=512|window=0,position=none" is three local layers and a
+    # global one without RoPE, "gates=g1|gates=none" every other layer gated. | between layers, commas between a layer's settings
+    # (those of PATTERN; no gate's short form holds either sign), and what a layer does not set is as above.
+    pattern: str = ""
 
     def __post_init__(self):
         _positive(
@@ -190,6 +195,49 @@ class TransformerConfig:
         for spec in specs:
             if spec.in_dim > self.d_model:
                 raise ConfigError(f"gate {spec}: in_dim={spec.in_dim} exceeds d_model={self.d_model}")
+        if self.pattern:
+            self._check_pattern()
+
+    def _check_pattern(self):
+        count = len(self.period)
+        _check(
+            count > 1,
+            f"pattern={self.pattern!r} is of one layer, as all would be: give it to the model itself, or add layers after a |",
+        )
+        fewer = self.num_layers // count * count
+        nearest = f"{fewer} or {fewer + count}" if fewer else f"{count}"
+        _check(
+            self.num_layers % count == 0,
+            f"num_layers={self.num_layers} is not a multiple of the {count} layers of pattern={self.pattern!r}: "
+            f"the nearest is {nearest}",
+        )
+
+    @property
+    def period(self) -> tuple[TransformerConfig, ...]:
+        """The settings of each layer of the pattern: those of layer i are at i modulo their number. (self,) without a pattern."""
+        return tuple(map(self._layer, self.pattern.split("|"))) if self.pattern else (self,)
+
+    def _layer(self, text: str) -> TransformerConfig:
+        changes: dict[str, str | int] = {}
+        for item in filter(None, map(str.strip, text.split(","))):
+            key, _, value = map(str.strip, item.partition("="))
+            where = f"pattern={self.pattern!r}: {item!r}"
+            _check(key in PATTERN, f"{where}: layers may differ in {', '.join(PATTERN)}{suggest(key, PATTERN)}")
+            _check(value != "" and key not in changes, f"{where}: each setting of a layer is given once, with a value")
+            if key == "window":
+                _check(value.isdecimal(), f"{where}: must be a number of tokens, or 0 for all")
+            if key == "position":
+                _check("learned" not in (value, self.position), f"{where}: learned positions enter below the layers, all alike")
+            changes[key] = int(value) if key == "window" else value
+        try:
+            return dataclasses.replace(self, pattern="", **changes)
+        except ConfigError as error:
+            raise ConfigError(f"pattern={self.pattern!r}: {error}") from None
+
+    @property
+    def layer_gates(self) -> str:
+        """`gates`, or those of a pattern's layers, each once: "g1|none"."""
+        return "|".join(dict.fromkeys(layer.gates for layer in self.period))
 
     @property
     def gate_specs(self) -> tuple[gates_lib.GateSpec, ...]:

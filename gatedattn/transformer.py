@@ -29,7 +29,8 @@ class Transformer(nnx.Module):
     """A decoder-only language model with gated attention.
 
     `layers` is one `GatedAttentionBlock` whose parameters carry a leading dimension L; the forward pass scans over it, so that
-    compile time and program size do not grow with depth.
+    compile time and program size do not grow with depth. With a `config.pattern` of P layers it is a list of P such blocks, of
+    leading dimension L / P each ("layers/0/attention/query/kernel"), and a step of the scan passes through all P.
     """
 
     def __init__(self, config: TransformerConfig, *, param_dtype=jnp.float32, rngs: nnx.Rngs):
@@ -38,16 +39,25 @@ class Transformer(nnx.Module):
         self.embedding = Embedding(config.vocab_size, config.d_model, **weights)
         self.position = Embedding(config.max_seq_len, config.d_model, **weights) if config.position == "learned" else None
 
-        def layer(key):
-            return nnx.split(GatedAttentionBlock(config, param_dtype=param_dtype, rngs=nnx.Rngs(key)))
+        def stack(layer, keys):
+            def block(key):
+                return GatedAttentionBlock(layer, param_dtype=param_dtype, rngs=nnx.Rngs(key))
 
-        keys = jax.random.split(rngs.params(), config.num_layers)
-        graphdef = nnx.split(nnx.eval_shape(lambda: GatedAttentionBlock(config, param_dtype=param_dtype, rngs=nnx.Rngs(0))))[0]
-        self.layers = nnx.merge(graphdef, jax.vmap(lambda key: layer(key)[1])(keys))
+            graphdef = nnx.graphdef(nnx.eval_shape(lambda: block(0)))
+            return nnx.merge(graphdef, jax.vmap(lambda key: nnx.split(block(key))[1])(keys))
+
+        keys, period = jax.random.split(rngs.params(), config.num_layers), config.period
+        stacks = [stack(layer, keys[i :: len(period)]) for i, layer in enumerate(period)]
+        self.layers = nnx.List(stacks) if config.pattern else stacks[0]
         self.final_norm = RMSNorm(
             config.d_model, eps=config.norm_eps, zero_centered=config.norm_zero_centered, param_dtype=param_dtype
         )
         self.head = None if config.tie_embeddings else Linear(config.d_model, config.vocab_size, **weights)
+
+    @property
+    def stacks(self) -> list[GatedAttentionBlock]:
+        """The blocks of a period, in order: `layers`, as a list whether there is a pattern or not."""
+        return list(self.layers) if self.config.pattern else [self.layers]
 
     def embed(self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         """What enters the first layer."""
@@ -71,23 +81,37 @@ class Transformer(nnx.Module):
         its input waiting in the host's memory.
 
         aux holds, for a mixture of experts, load_balance and router_z (means over the layers), router_load [L, E] and
-        router_entropy [L]; and aux["probe"], a tree with a leading L, if a probe is given (see `gatedattn.probes`).
+        router_entropy [L]; and aux["probe"], a tree with a leading L, if a probe is given (see `gatedattn.probes`). What only some
+        layers of a pattern have (a gate, say) is NaN in the others.
         """
         config = self.config
         if positions is None:
             positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
         x = self.embed(tokens, positions)
-        graphdef, params = nnx.split(self.layers)
-        if config.position == "rope":
+        graphdefs, params = zip(*map(nnx.split, self.stacks), strict=True)
+        if any(layer.position == "rope" for layer in config.period):
             positions = rope.turns(positions, config.rope, config.head_dim, x.dtype)
 
-        def block(x, layer):
-            x = checkpoint_name(x, "block_input")
-            return nnx.merge(graphdef, layer)(x, positions, segment_ids, probe=probe)
+        def block(graphdef):
+            def apply(x, layer):
+                x = checkpoint_name(x, "block_input")
+                return nnx.merge(graphdef, layer)(x, positions, segment_ids, probe=probe)
 
-        if config.remat in ("full", "offload"):
-            block = jax.checkpoint(block, prevent_cse=False, policy=OFFLOAD if config.remat == "offload" else None)
-        x, aux = jax.lax.scan(block, x, params)
+            if config.remat in ("full", "offload"):
+                apply = jax.checkpoint(apply, prevent_cse=False, policy=OFFLOAD if config.remat == "offload" else None)
+            return apply
+
+        blocks = list(map(block, graphdefs))
+
+        def period(x, layers):
+            found = []
+            for apply, layer in zip(blocks, layers, strict=True):
+                x, aux = apply(x, layer)
+                found.append(aux)
+            return x, found
+
+        x, found = jax.lax.scan(period, x, params)
+        aux = in_layer_order(found) if config.pattern else found[0]
         for name in ("load_balance", "router_z"):
             if name in aux:
                 aux[name] = aux[name].mean()
@@ -112,6 +136,21 @@ class Transformer(nnx.Module):
         return self.logits(x), aux
 
 
+def in_layer_order(found: list):
+    """What each of P blocks found in its layers, trees of [L / P, ...], as one tree of [L, ...]; NaN for layers without it."""
+    present = [tree for tree in found if tree is not None]
+    if isinstance(present[0], dict):
+        names = dict.fromkeys(name for tree in present for name in tree)
+        return {name: in_layer_order([None if tree is None else tree.get(name) for tree in found]) for name in names}
+
+    def interleave(*arrays):
+        rest = iter(arrays)
+        filled = [jnp.full_like(arrays[0], jnp.nan) if tree is None else next(rest) for tree in found]
+        return jnp.stack(filled, axis=1).reshape(-1, *arrays[0].shape[1:])
+
+    return jax.tree.map(interleave, *present)
+
+
 def abstract_parameters(config: TransformerConfig) -> dict[str, jax.ShapeDtypeStruct]:
     """Path -> shape and dtype of every parameter, nothing allocated."""
     params = jax.eval_shape(lambda: nnx.state(Transformer(config, rngs=nnx.Rngs(0)), nnx.Param))
@@ -131,7 +170,7 @@ def count(config: TransformerConfig) -> dict[str, int]:
 
 def _active(config: TransformerConfig, path: str, size: int) -> int:
     """How many of a parameter's numbers one token meets."""
-    expert = "moe/" in path and path.split("/")[2] in ("gate", "up", "down")
+    expert = re.search(r"moe/(gate|up|down)/", path)
     return size * config.moe.top_k // config.moe.num_experts if expert else size
 
 
@@ -148,8 +187,8 @@ def flops_per_token(config: TransformerConfig, seq_len: int) -> int:
 
 
 def _attention_flops(config: TransformerConfig, seq_len: int) -> float:
-    window = min(config.window or seq_len, seq_len)
-    keys = window - window * (window - 1) / (2 * seq_len)  # mean over queries of min(t + 1, window)
+    windows = [min(layer.window or seq_len, seq_len) for layer in config.period]
+    keys = sum(w - w * (w - 1) / (2 * seq_len) for w in windows) / len(windows)  # mean over queries of min(t + 1, window)
     return 4 * config.num_layers * config.num_heads * config.head_dim * keys
 
 
@@ -161,7 +200,7 @@ def recomputed_flops_per_token(config: TransformerConfig, seq_len: int) -> int:
         "none": "(?!)",
         "attn": r"attention/(?!output)",
         "mlp": r"(mlp|moe|shared)/(?!.*down)",
-        "full": r"layers/(?!(mlp|moe|moe/shared)/down)",
+        "full": r"layers/(?!(\d+/)?(mlp|moe|moe/shared)/down)",
     }[config.remat.replace("offload", "full")]
     sizes = {path: math.prod(leaf.shape) for path, leaf in abstract_parameters(config).items() if re.search(again, path)}
     attention = _attention_flops(config, seq_len) * (1.5 if config.remat in ("full", "offload") else 0.5)

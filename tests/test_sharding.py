@@ -172,6 +172,9 @@ CONFIG = TransformerConfig(
     vocab_size=64, d_model=16, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, ffn_dim=24, gates="g1+g2:headwise+g5"
 )  # fmt: skip
 MOE = dataclasses.replace(CONFIG, moe=MoEConfig(num_experts=4, top_k=2, expert_dim=8))
+MIXED = dataclasses.replace(
+    CONFIG, num_layers=4, gates="g1", kernel="reference", pattern="window=5,gates=none|position=none,sink=learned"
+)
 B, T = 8, 12
 _rng = np.random.default_rng(0)
 BATCH = {
@@ -232,6 +235,14 @@ def alone():
 )
 def test_divided_model_has_the_loss_and_gradients_of_one_device(alone, config, mesh):
     compare(loss_and_grads(config, MeshConfig(**mesh), 8), alone[config])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("config", [MIXED, dataclasses.replace(MIXED, moe=MOE.moe)], ids=["dense", "moe"])
+def test_divided_layers_of_a_pattern(config, kind):
+    alone = loss_and_grads(config, MeshConfig(fsdp=1), 1)[0]
+    compare(loss_and_grads(config, MeshConfig(fsdp=2, tensor=2), 4, kind), alone)
 
 
 @pytest.mark.slow

@@ -38,8 +38,8 @@ class Analysis:
 
     @property
     def gate_mean(self) -> dict[str, float]:
-        """Mean score of each gate over layers, heads, tokens and channels."""
-        return {spec: float(np.mean(gate["mean"])) for spec, gate in self.found.get("gates", {}).items()}
+        """Mean score of each gate over the layers that have it, heads, tokens and channels."""
+        return {spec: float(np.nanmean(gate["mean"])) for spec, gate in self.found.get("gates", {}).items()}
 
     def row(self) -> dict:
         """The model's row of the paper's Table 4, with what this project records as well.
@@ -49,7 +49,7 @@ class Analysis:
         share = self.found["bos_share"]
         return {
             "model": self.name,
-            "gates": self.config.gates,
+            "gates": self.config.layer_gates,
             "mean gate": self.gate_mean,
             "M-Act": float(np.mean(self.found["activation_max"])),
             "F-Attn": float(np.mean(share)),

@@ -108,7 +108,9 @@ def colored_page(analyses: Sequence[Analysis]) -> str:
                 body.append("<p>The gate does not look at its input: every token finds it equally open.</p>")
                 continue
             openness = gate["openness"][:, 0, :SHOWN].mean(-1)  # [L, T]
-            for title, values in [("all layers", openness.mean(0)), *((f"layer {n}", openness[n]) for n in a.layers)]:
+            for title, values in [("all layers", np.nanmean(openness, 0)), *((f"layer {n}", openness[n]) for n in a.layers)]:
+                if np.isnan(values).any():  # a layer without this gate
+                    continue
                 body.append(f"<h3>{title}: from {values.min():.3f} to {values.max():.3f}, mean {values.mean():.3f}</h3>")
                 body.append(f"<p>{colored(a.labels, values)}</p>")
     return PAGE.format(body="\n".join(body))

@@ -73,8 +73,10 @@ class KVCache:
 
     @classmethod
     def empty(cls, config: TransformerConfig, policy: CachePolicy, batch: int, columns: int, dtype=None) -> KVCache:
-        """Room for `columns` columns, or fewer if the policy or the model's own window let go of them sooner."""
-        windows = [w for w in (policy.window, config.window) if w]
+        """Room for `columns` columns, or fewer if the policy or the model's own window let go of them sooner. All layers have as much
+        as the one that looks furthest back."""
+        widest = max(layer.window or columns for layer in config.period)
+        windows = [w for w in (policy.window, widest) if w]
         slots = min([columns, *windows])
 
         def zeros(size: int) -> Array:

@@ -62,22 +62,27 @@ def forward(
     if model.position is not None:  # padding after a text may stand beyond the table
         positions = jnp.minimum(positions, model.config.max_seq_len - 1)
     x = model.embed(tokens, positions)
-    graphdef, stacked = nnx.split(model.layers)
+    graphdefs, stacked = zip(*map(nnx.split, model.stacks), strict=True)
+    P = len(stacked)
 
-    def block(x, params, arrays, layer):
-        x, aux = nnx.merge(graphdef, params)(x, positions, cache=LayerCache(arrays, layer, column, padding, policy))
+    def block(number, x, params, arrays, layer):
+        cache = LayerCache(arrays, layer, column, padding, policy)
+        x, aux = nnx.merge(graphdefs[number % P], params)(x, positions, cache=cache)
         return x, aux["cache"].arrays
 
     if layers is not None:
         grown = []
-        for params, arrays in zip(layers, caches, strict=True):
-            x, arrays = block(x, params, arrays, None)
+        for number, (params, arrays) in enumerate(zip(layers, caches, strict=True)):
+            x, arrays = block(number, x, params, arrays, None)
             grown.append(arrays)
         return model.final_norm(x), grown
 
-    def body(carry, params):
+    def body(carry, period):
         x, caches, layer = carry
-        return (*block(x, params, caches, layer), layer + 1), None
+        for number, params in enumerate(period):
+            x, caches = block(number, x, params, caches, layer)
+            layer = layer + 1
+        return (x, caches, layer), None
 
     (x, caches, _), _ = jax.lax.scan(body, (x, caches, jnp.int32(0)), stacked)
     return model.final_norm(x), caches

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 import re
 
@@ -37,22 +39,29 @@ def _inputs(path: str, config: TransformerConfig) -> int:
     return 2 if path.endswith("output/kernel") else 1
 
 
+def _stacks(params: PyTree, config: TransformerConfig) -> list[PyTree]:
+    """The layers' parameters, one tree per layer of the period."""
+    return [params["layers"][i] for i in range(len(config.period))] if config.pattern else [params["layers"]]
+
+
 def store(params: PyTree, config: TransformerConfig, *, transpose: bool) -> tuple[PyTree, list[PyTree]]:
     """The head, and one tree per layer: a scan over stacked layers copies each layer's weights out of the stack before it reads
     them. With `transpose` each matrix lies as [outputs, inputs].
     """
 
-    def one(path, x):
-        inputs = _inputs(path_string(path), config)
-        return x.reshape(math.prod(x.shape[:inputs]), -1).T if inputs and transpose else x
+    @functools.partial(jax.jit, static_argnames="config")
+    def arrange(tree: PyTree, layer: Array | None = None, *, config: TransformerConfig) -> PyTree:
+        def one(path, x):
+            inputs = _inputs(path_string(path), config)
+            return x.reshape(math.prod(x.shape[:inputs]), -1).T if inputs and transpose else x
 
-    @jax.jit
-    def arrange(tree: PyTree, layer: Array | None = None) -> PyTree:
         return jax.tree_util.tree_map_with_path(one, tree if layer is None else jax.tree.map(lambda x: x[layer], tree))
 
     head = {"head": params["head"]} if "head" in params else {}
     # One small program, run once per layer: all layers in one program take XLA seconds to compile.
-    return arrange(head), [arrange(params["layers"], jnp.int32(i)) for i in range(config.num_layers)]
+    period = list(zip(_stacks(params, config), config.period, strict=True))
+    rows = range(config.num_layers // len(period))
+    return arrange(head, config=config), [arrange(stack, jnp.int32(i), config=layer) for i in rows for stack, layer in period]
 
 
 def restore(
@@ -60,16 +69,19 @@ def restore(
 ) -> tuple[PyTree, list[PyTree]]:
     """Inside the compiled program: `params` with the stored head, and the layers, in the shapes the model knows. Moves no data."""
 
-    def one(path, x: Array, like: tuple[int, ...]) -> Array:
-        # By path, not by shape: a square matrix looks the same either way.
-        return x.T.reshape(like) if transpose and _inputs(path_string(path), config) else x
+    def back(config: TransformerConfig, drop: int):
+        def one(path, x: Array, like: Array) -> Array:
+            # By path, not by shape: a square matrix looks the same either way.
+            return x.T.reshape(like.shape[drop:]) if transpose and _inputs(path_string(path), config) else x
+
+        return one
 
     head, layers = stored
     if head:
         whole = {"head": params["head"]}
-        head = jax.tree_util.tree_map_with_path(lambda path, x, old: one(path, x, old.shape), head, whole)
+        head = jax.tree_util.tree_map_with_path(back(config, 0), head, whole)
         params = nnx.State(dict(params) | head)
-    shapes = params["layers"]
+    like = itertools.cycle(zip(_stacks(params, config), config.period, strict=True))
     return params, [
-        jax.tree_util.tree_map_with_path(lambda path, x, old: one(path, x, old.shape[1:]), layer, shapes) for layer in layers
+        jax.tree_util.tree_map_with_path(back(settings, 1), layer, stack) for layer, (stack, settings) in zip(layers, like)
     ]

@@ -6,6 +6,10 @@ from gatedattn.config import ConfigError, TransformerConfig
 from gatedattn.gates import GateSpec
 from gatedattn.interop.hf_config import AUTHORS_FLAGS, refuse
 
+UNKNOWN = (
+    "pattern", "sink", "sdpa_norm", "sdpa_activation", "position", "sandwich_norm", "embedding_scale", "activation_clip",
+)  # fmt: skip
+
 
 def config_to_hf(config: TransformerConfig, layout: str = "stock") -> dict:
     """The config.json of a class that computes exactly this model.
@@ -17,11 +21,7 @@ def config_to_hf(config: TransformerConfig, layout: str = "stock") -> dict:
     if layout not in ("stock", "authors"):
         raise ConfigError(f"layout={layout!r}: must be stock or authors")
     default = TransformerConfig()
-    reasons = [
-        f"{name}={value}"
-        for name in ("sink", "sdpa_norm", "sdpa_activation", "position", "sandwich_norm", "embedding_scale", "activation_clip")
-        if (value := getattr(config, name)) != getattr(default, name)
-    ]
+    reasons = [f"{name}={value}" for name in UNKNOWN if (value := getattr(config, name)) != getattr(default, name)]
     gate, granularity = config.gate_specs, ""
     if gate:
         granularity = gate[0].granularity

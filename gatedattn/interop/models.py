@@ -164,4 +164,4 @@ def convert(direction: str, source: str | Path, destination: str | Path, layout:
         save_model(model, destination)
     size = sum(int(np.prod(param.shape)) for param in model.params.values())
     tokenizer = "with" if model.tokenizer else "without"
-    return f"{destination}: {size:,} parameters, gates {model.config.gates}, {tokenizer} tokenizer"
+    return f"{destination}: {size:,} parameters, gates {model.config.layer_gates}, {tokenizer} tokenizer"

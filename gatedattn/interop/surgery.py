@@ -62,10 +62,13 @@ def add_gates(
 
     Raises:
         ValueError: a spec that is not the identity at the start (the message names the one that is), a gate that the model has
-            already, or a layer that it does not have. With `layers`, `allow_change` is of no help: the others could not keep
-            their output.
+            already, a config with a pattern, or a layer that it does not have. With `layers`, `allow_change` is of no help: the
+            others could not keep their output.
     """
     config, specs = model.config, gates_lib.parse(gates)
+    if config.pattern:
+        raise ValueError(f"pattern={config.pattern!r}: add_gates takes models whose layers are all alike; a run with the gates in its "
+                         "pattern begins with this model by train.init_from")  # fmt: skip
     for spec in specs:
         if not is_identity(spec) and not (allow_change and layers is None):
             reason = "layers outside `layers` would change" if allow_change else "allow_change=True accepts it as it is"
@@ -110,6 +113,8 @@ def trainable_mask(params: PyTree, pattern: str, layers: Iterable[int] | None = 
             return True
         if not name.startswith("layers/"):
             return False
+        if re.match(r"layers/\d+/", name):
+            raise ValueError("layers: in a model with a pattern they go by their place in it, e.g. 'layers/0/.*gates/'")
         rows = np.isin(np.arange(leaf.shape[0]), _chosen(layers, leaf.shape[0]))
         return rows.reshape(-1, *[1] * (leaf.ndim - 1))
 

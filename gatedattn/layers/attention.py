@@ -229,6 +229,7 @@ class GatedAttention(nnx.Module):
                 v=v,
                 lse=lse,
                 kept=kept,
+                window=self.window,
                 sdpa=y,
                 gated=gated,
                 scores=scores,

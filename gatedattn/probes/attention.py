@@ -87,8 +87,8 @@ def attention_maps(
     def probe(kind, **captured):
         if kind == "block":
             return {}
-        q, k, kept = (captured[name] for name in ("q", "k", "kept"))
-        scale, window = q.shape[-1] ** -0.5, model.config.window
+        q, k, kept, window = (captured[name] for name in ("q", "k", "kept", "window"))
+        scale = q.shape[-1] ** -0.5
         probs = reference.probabilities(q, k, segment_ids=segment_ids, window=window, scale=scale)[0]
         return {"map": probs if kept is None else probs * kept[..., 0].swapaxes(1, 2)[..., None]}
 

@@ -106,7 +106,7 @@ def gates(runs: Sequence[Run]) -> go.Figure:
                 steps, values = zip(*by_spec[spec])
                 label = f"{run.name}: {spec}"
                 tokens = [s * run.tokens_per_step for s in steps]
-                _line(figure, tokens, [np.mean(v) for v in values], label, number, dash, showlegend=dash == "solid")
+                _line(figure, tokens, [np.nanmean(v) for v in values], label, number, dash, showlegend=dash == "solid")
             number += 1
     return figure
 

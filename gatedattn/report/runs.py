@@ -26,6 +26,7 @@ class Run:
     path: Path
     config: dict[str, object]
     about: dict[str, object]
+    gates: str
     tokens_per_step: int
     metrics: list[dict]
     heads: list[dict]
@@ -48,8 +49,9 @@ class Run:
         curve = spikes.Curve.of(name, *np.array(points, float).reshape(-1, 2).T)
         mapping = to_mapping(config)
         return cls(
-            name, path, flat(mapping), flat({k: v for k, v in whole.items() if k not in mapping}), config.tokens_per_step,
-            metrics, read_lines(path / "heads.jsonl"), read_lines(path / "eval.jsonl"), curve, spikes.detect(curve),
+            name, path, flat(mapping), flat({k: v for k, v in whole.items() if k not in mapping}), config.model.layer_gates,
+            config.tokens_per_step, metrics, read_lines(path / "heads.jsonl"), read_lines(path / "eval.jsonl"), curve,
+            spikes.detect(curve),
         )  # fmt: skip
 
     def series(self, lines: list[dict], key: str) -> tuple[list[int], list[float]]:
@@ -64,7 +66,7 @@ class Run:
             value = line.get(f"gate_{name}")
             if value is None:
                 continue
-            by_spec = value if isinstance(value, dict) else {str(self.config["model.gates"]): value}
+            by_spec = value if isinstance(value, dict) else {self.gates: value}
             for spec, scores in by_spec.items():
                 found.setdefault(spec, []).append((line["step"], np.array(scores, float)))
         return found
@@ -77,7 +79,7 @@ class Run:
         share = np.array(heads.get("bos_share", []), float)
         return {
             "run": self.name,
-            "gates": self.config["model.gates"],
+            "gates": self.gates,
             "steps": self.metrics[-1]["step"],
             "tokens": self.metrics[-1]["step"] * self.tokens_per_step,
             "training loss": self.metrics[-1].get("loss"),

@@ -36,12 +36,14 @@ def banner(config: RunConfig, workdir, counts: dict, data: dict, about: dict) ->
     devices = f"{about['device_count']} x {about['device_kind']}" + (
         f" in {about['process_count']} processes" * (about["process_count"] > 1)
     )
-    say(f"{config.name}: gates {config.model.gates}, writing to {workdir}")
+    say(f"{config.name}: gates {config.model.layer_gates}, writing to {workdir}")
     say(f"  platform     {about['platform']}, {devices}")
     if about["platform"] == "cpu":
         say("               JAX found no accelerator, so this runs on the CPU (set train.platform=gpu or tpu to refuse that)")
     chosen = f" (chosen by {config.model.kernel!r})" if about["kernel"] != config.model.kernel else ""
     say(f"  attention    {about['kernel']}{chosen}; activations {config.model.dtype}, parameters float32")
+    if config.model.pattern:
+        say(f"  layers       {config.model.num_layers}, in periods of {len(config.model.period)}: {config.model.pattern}")
     for reason in about["kernels_passed_over"]:
         say(f"               passed over: {reason}")
     say(

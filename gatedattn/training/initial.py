@@ -18,7 +18,7 @@ from gatedattn.gates import GateSpec
 from gatedattn.sharding import path_string
 from gatedattn.training.console import say
 
-GATE = r"layers/attention/gates/(\d+)/"
+LAYER = r"layers/(?:(\d+)/)?(attention/gates/(\d+)/)?"  # number in the pattern, number of the gate
 
 
 @dataclass(frozen=True)
@@ -42,25 +42,45 @@ class Matched:
 
 def match(config: TransformerConfig, wanted: Mapping[str, tuple[int, ...]], origin: Origin) -> Matched:
     """Which parameter comes from where. A gate keeps its parameters wherever it stands among the layer's gates: it is known by
-    its spec, how it was initialised left aside. Raises `ConfigError` for a parameter of another shape, or if nothing matches."""
+    its spec, how it was initialised left aside. A layer comes from the layer of its number, also where this model has a pattern and
+    theirs none, or a part of it. Raises `ConfigError` for a parameter of another shape, or if nothing matches."""
     theirs = {path: tuple(param.shape) for path, param in origin.params.items()}
-    places = _gate_places(config.gate_specs, origin.config.gate_specs)
+    period, there = config.period, origin.config.period
+    if len(period) % len(there):
+        raise ConfigError(f"train.init_from={origin.name}: its pattern is of {len(there)} layers, this model's of {len(period)}: "
+                          "must be a multiple")  # fmt: skip
+    stride = len(period) // len(there)
+    places = [_gate_places(ours.gate_specs, there[i % len(there)].gate_specs) for i, ours in enumerate(period)]
 
     def their_path(path: str) -> str | None:
-        gate = re.match(GATE, path)
-        if not gate:
+        layer = re.match(LAYER, path)
+        if not layer:
             return path
-        number = places.get(int(gate[1]))
-        return None if number is None else path.replace(gate[0], f"layers/attention/gates/{number}/")
+        at, gate = int(layer[1] or 0), ""
+        if layer[2]:
+            if (number := places[at].get(int(layer[3]))) is None:
+                return None
+            gate = f"attention/gates/{number}/"
+        return path.replace(layer[0], prefix(origin.config, at % len(there)) + gate)
+
+    def whole(path: str) -> tuple[int, ...]:
+        """A parameter's shape with all its layers together, as it is there."""
+        count, *rest = wanted[path]
+        return (count * stride if path.startswith("layers/") else count, *rest)
 
     matched = {path: other for path in wanted if (other := their_path(path)) in theirs}
     for path, other in matched.items():
-        if tuple(wanted[path]) != theirs[other]:
+        if whole(path) != theirs[other]:
             raise ConfigError(f"train.init_from={origin.name}: {other} is {theirs[other]} there, this model's is {tuple(wanted[path])}: "
                               "give the model the settings of the one it begins with")  # fmt: skip
     if not matched:
         raise ConfigError(f"train.init_from={origin.name}: none of its {len(theirs)} parameters has a place in this model")
     return Matched(matched, [p for p in wanted if p not in matched], sorted(theirs.keys() - set(matched.values())))
+
+
+def prefix(config: TransformerConfig, number: int) -> str:
+    """How the paths of a layer of the period begin."""
+    return f"layers/{number}/" if config.pattern else "layers/"
 
 
 def _gate_places(ours: tuple[GateSpec, ...], theirs: tuple[GateSpec, ...]) -> dict[int, int]:
@@ -87,14 +107,22 @@ def begin(config: TransformerConfig, params: PyTree, origin: Origin, tokenizer: 
         raise ConfigError(f"train.init_from={origin.name} was made for another tokenizer ({origin.tokenizer.file}, "
                           f"{origin.tokenizer.vocab_size} ids): set data.tokenizer to that one")  # fmt: skip
     leaves = jax.tree_util.tree_leaves_with_path(params)
-    found = match(config, {path_string(path): leaf.shape for path, leaf in leaves}, origin)
+    found, there = match(config, {path_string(path): leaf.shape for path, leaf in leaves}, origin), len(origin.config.period)
 
     def one(path, leaf):
         theirs = found.matched.get(path_string(path))
         if theirs is None:
             return leaf
-        read = origin.params[theirs]
-        return jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda index: np.asarray(read[index], leaf.dtype))
+        read, layer = origin.params[theirs], re.match(LAYER, path_string(path))
+        start, stride = (int(layer[1] or 0) // there, len(config.period) // there) if layer else (0, 1)
+
+        def part(index: tuple[slice, ...]) -> np.ndarray:
+            if stride > 1:  # row i of a layer of the pattern is layer start + i stride of the stack there
+                rows = range(leaf.shape[0])[index[0]]
+                index = (slice(start + rows.start * stride, start + rows.stop * stride, stride), *index[1:])
+            return np.asarray(read[index], leaf.dtype)
+
+        return jax.make_array_from_callback(leaf.shape, leaf.sharding, part)
 
     params = jax.tree_util.tree_map_with_path(one, params)
     tell(config, origin, found)
@@ -109,11 +137,13 @@ def tell(config: TransformerConfig, origin: Origin, found: Matched) -> None:
         for path in paths:
             say(f"               {what:<5}{path}")
     changed = []
-    for number, spec in enumerate(config.gate_specs):
-        if any(path.startswith(f"layers/attention/gates/{number}/") for path in found.new) and not gates.is_identity(spec):
-            changed.append(str(spec))
+    for at, layer in enumerate(config.period):
+        for number, spec in enumerate(layer.gate_specs):
+            where = f"{prefix(config, at)}attention/gates/{number}/"
+            if any(path.startswith(where) for path in found.new) and not gates.is_identity(spec):
+                changed.append(str(spec))
     if changed:
-        say(f"  WARNING      the new gates {', '.join(changed)} change the model from its first step; "
+        say(f"  WARNING      the new gates {', '.join(dict.fromkeys(changed))} change the model from its first step; "
             "an identity start (2 sigmoid from zero) does not: g1:scale=2:zeros")  # fmt: skip
     ours, theirs = to_mapping(config), to_mapping(origin.config)
     for key, value in ours.items():

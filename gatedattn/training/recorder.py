@@ -45,13 +45,14 @@ def finite(value):
 
 def heads_line(step: int, probe: dict) -> dict:
     """A line of heads.jsonl from `probes.measure`: the lists [L][N] of each statistic, and sink_rate, the share of (layer,
-    head) pairs with bos_share > 0.3. Where layers have several gates, the gate_* entries are dicts keyed by the gate's short
-    form; without gates they are left out."""
+    head) pairs with bos_share > 0.3. Where layers have several gates, or not all the same, the gate_* entries are dicts keyed by
+    the gate's short form, NaN for the layers without it; without gates they are left out."""
     line = {"step": step, "bos_share": probe["bos_share"], "sink_rate": float(np.mean(np.asarray(probe["bos_share"]) > SINK))}
     gates = probe.get("gates", {})
     for name in ("mean", "below_0.1", "above_0.9") if gates else ():
         by_gate = {spec: statistics[name] for spec, statistics in gates.items()}
-        line[f"gate_{name}"] = by_gate if len(by_gate) > 1 else next(iter(by_gate.values()))
+        several = len(by_gate) > 1 or any(np.isnan(value).any() for value in by_gate.values())
+        line[f"gate_{name}"] = by_gate if several else next(iter(by_gate.values()))
     return line | {name: probe[name] for name in ("activation_max", "attention_self", "attention_previous")}
 
 
@@ -154,7 +155,7 @@ class Recorder:
         maps = {
             name: np.asarray(value) for name, value in {"bos_share": line["bos_share"], **gates}.items() if value is not None
         }
-        self._scalars("heads", scalars | {f"{name}/mean": np.mean(value) for name, value in maps.items()}, step)
+        self._scalars("heads", scalars | {f"{name}/mean": np.nanmean(value) for name, value in maps.items()}, step)
         if self.journal:
             images = [(f"heads/{name}", value) for name, value in maps.items()]
             self.journal.events(step, lambda: [board.image(n, heat_map(v), dataformats="HWC") for n, v in images])

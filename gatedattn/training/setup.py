@@ -64,6 +64,5 @@ def choose_kernels(config: RunConfig, place: Placement) -> tuple[str, list[str],
 def attention_request(config: RunConfig, place: Placement) -> kernels.Request:
     """What a run will ask of an attention kernel."""
     model, ways = config.model, place.mesh.shape["context"] if place.mesh else 1
-    return kernels.Request(
-        place.platform, model.dtype, model.head_dim, True, model.window, model.sink != "none", ways, config.train.seq_len
-    )
+    window, sinks = max(layer.window for layer in model.period), any(layer.sink != "none" for layer in model.period)
+    return kernels.Request(place.platform, model.dtype, model.head_dim, True, window, sinks, ways, config.train.seq_len)
