@@ -31,7 +31,12 @@ def data(dtype=jnp.float32):
 
 @pytest.mark.parametrize(
     "dtype",
-    ["bfloat16", "float64", pytest.param("float32", marks=pytest.mark.slow), pytest.param("float16", marks=pytest.mark.slow)],
+    [
+        "float64",
+        pytest.param("bfloat16", marks=pytest.mark.slow),
+        pytest.param("float32", marks=pytest.mark.slow),
+        pytest.param("float16", marks=pytest.mark.slow),
+    ],
 )
 def test_any_type(dtype):
     with jax.enable_x64(dtype == "float64"):

@@ -8,8 +8,10 @@ on after a kill, and does again what is missing or damaged.
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import os
+import shutil
 import sys
 import threading
 from collections.abc import Iterable, Iterator
@@ -190,14 +192,21 @@ def _part(settings: tuple, part: dict) -> dict:
 
 
 def _write(path: Path, windows: Iterable[Integer[np.ndarray, "_"]], count: int) -> None:
-    writer = ArrayRecordWriter(str(path), "group_size:1")
-    for window in windows:
-        writer.write(window.tobytes())
-    writer.close()
-    reader = ArrayRecordReader(str(path))
-    if reader.num_records() != count:
-        raise OSError(f"{path}: {reader.num_records()} of {count} rows were written")
-    reader.close()
+    size = 0
+    try:
+        writer = ArrayRecordWriter(str(path), "group_size:1")
+        for window in windows:
+            size += window.nbytes
+            writer.write(window.tobytes())
+        writer.close()
+        reader = ArrayRecordReader(str(path))
+        if reader.num_records() != count:
+            raise OSError(f"{path}: {reader.num_records()} of {count} rows were written")
+        reader.close()
+    except (OSError, RuntimeError):
+        if shutil.disk_usage(path.parent).free < size:  # array_record may lose rows without a word of it
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path)) from None
+        raise
     with open(path, "rb") as file:
         os.fsync(file.fileno())
 

@@ -82,6 +82,7 @@ def naive(model, length, stride):
     return total
 
 
+@pytest.mark.slow
 def test_equal_to_one_window_at_a_time_whatever_the_batch(model):
     tokens = sum(len(text.encode()) for text in TEXTS)
     for stride, batch in ((16, 1), (16, 3), (7, 2)):

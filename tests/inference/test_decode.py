@@ -38,6 +38,7 @@ def test_prompts_of_unequal_length_and_ways_to_visit_the_layers(model):
     assert run(Generator(model, unroll=False), PROMPTS, max_tokens=20) == outputs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [
@@ -102,7 +103,7 @@ def test_square_matrices_are_told_apart_by_name(build):
     assert together == [generate(model, [prompt], max_tokens=6)[0] for prompt in PROMPTS[:2]]
 
 
-@pytest.mark.parametrize("policy", [pytest.param("window:3", marks=pytest.mark.slow), "streaming:2+3"])
+@pytest.mark.parametrize("policy", [pytest.param(p, marks=pytest.mark.slow) for p in ("window:3", "streaming:2+3")])
 def test_a_policy_decides_what_generation_sees(build, model, policy):
     outputs = generate(model, PROMPTS, max_tokens=12, policy=policy)
     assert run(Generator(model, policy, unroll=False), PROMPTS, max_tokens=12) == outputs

@@ -108,6 +108,7 @@ def test_the_files_of_a_run(text_config, tmp_path):
     assert list((tmp_path / "run/tensorboard").glob("events*"))
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_not_finite_ends_the_run_and_is_written_as_null(text_config, tmp_path):
     wild = dataclasses.replace(text_config.optimizer, learning_rate=1e30, warmup_steps=1, clip_norm=0.0)
     config = dataclasses.replace(text_config, optimizer=wild)
