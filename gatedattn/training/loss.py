@@ -170,14 +170,15 @@ def _parts(rows: int, d_w, most: int) -> int:
 def _add_product(d_w: Float[Array, "D V"], hidden: Float[Array, "R D"], d_logits: Float[Array, "R V"]) -> Float[Array, "D V"]:
     """d_w + hidden^T d_logits, half of the rows at a time: XLA adds a whole product to a second array, a part in place."""
     parts = _parts(len(d_w), d_w, 2)  # each reads all of d_logits
+    if parts == 1:
+        return d_w + jnp.dot(hidden.T, d_logits, preferred_element_type=d_w.dtype)
     rows = len(d_w) // parts
 
     def add(i, d_w):
-        part = jax.lax.dynamic_slice_in_dim(hidden, i * rows, rows, axis=1) if parts > 1 else hidden
-        product = jnp.dot(part.T, d_logits, preferred_element_type=d_w.dtype)
-        if parts == 1:
-            return d_w + product
-        sum = jax.lax.dynamic_slice_in_dim(d_w, i * rows, rows) + product
-        return jax.lax.dynamic_update_slice_in_dim(d_w, sum, i * rows, axis=0)
+        columns = jax.lax.dynamic_slice_in_dim(hidden, i * rows, rows, axis=1)
+        product = jnp.dot(columns.T, d_logits, preferred_element_type=d_w.dtype)
+        return jax.lax.dynamic_update_slice_in_dim(
+            d_w, jax.lax.dynamic_slice_in_dim(d_w, i * rows, rows) + product, i * rows, 0
+        )
 
-    return jax.lax.fori_loop(0, parts, add, d_w) if parts > 1 else add(0, d_w)
+    return jax.lax.fori_loop(0, parts, add, d_w)
