@@ -86,10 +86,6 @@ class Collective:
     spans: int = 1
 
     @property
-    def crosses(self) -> bool:
-        return self.spans > 1
-
-    @property
     def payload(self) -> int:
         """Bytes of the whole array: what an all-gather makes, what the others take."""
         return self.bytes * (self.group if self.kind == "all-gather" else 1)
@@ -338,9 +334,8 @@ def _parse(text: str) -> tuple[dict[str, Computation], str]:
                     current = Computation(head[2])
                     computations[head[2]] = current
                     entry = head[2] if head[1] else entry
-        elif re.fullmatch(
-            r"\}( // .*)?", line.rstrip()
-        ):  # a custom kernel's settings have lines of their own, such as "}}, ..."
+        # Only that: a custom kernel's settings have lines of their own, such as "}}, ...".
+        elif re.fullmatch(r"\}( // .*)?", line.rstrip()):
             current = None
         elif (instruction := _instruction(line)) is not None:
             current.instructions[instruction.name] = instruction

@@ -68,7 +68,7 @@ ENTRY %main (a: f32[100], b: bf16[4,16]) -> (f32[100], bf16[32,16]) {
 def test_collectives_are_counted_as_often_as_they_run():
     program = Program(LOOPS, slice_of=[0, 0, 0, 0, 1, 1, 1, 1])
     found = {c.kind: c for c in program.collectives()}
-    assert {kind: (c.times, c.bytes, c.group, c.crosses) for kind, c in found.items()} == {
+    assert {kind: (c.times, c.bytes, c.group, c.spans > 1) for kind, c in found.items()} == {
         "all-reduce": (3 * 7, 400, 2, False),  # loops multiply: one count is XLA's, one is read off the condition
         "all-gather": (1, 128, 8, True),
         "reduce-scatter": (1, 400, 4, True),  # {0, 2, 4, 6} and {1, 3, 5, 7}: both slices
@@ -117,6 +117,24 @@ def test_every_way_to_write_groups(written, groups):
     line = f"  %g = f32[100]{{0}} all-reduce(%reduced), channel_id=9, replica_groups={written}, to_apply=%add\n  ROOT %out"
     program = Program(LOOPS.replace("  ROOT %out", line))
     assert program.groups(program.computations["main"].instructions["g"]) == groups
+
+
+def test_what_the_tpu_compiler_writes_instead():
+    """A reduce-scatter is a fusion around an all-reduce; what comes from another slice, a `recv` of the megascale runtime."""
+    fused = LOOPS.replace("%gather_body", "%all-reduce-scatter.1").replace(
+        "all-gather(%p), channel_id=1, replica_groups=[1,8]<=[8], dimensions={0}",
+        "all-reduce(%p), channel_id=1, replica_groups=[2,4]<=[8], to_apply=%add",
+    )
+    received = (
+        "  %after = token[] after-all()\n"
+        "  %recv.1 = (f32[100]{0}, u32[]{:S(2)}, token[]) recv(%after), channel_id=7, is_host_transfer=true, "
+        'frontend_attributes={_xla_host_transfer_handler_name="xla_megascale_runtime"}\n'
+    )
+    program = Program(fused.replace("  ROOT %out", received + "  ROOT %out"), slice_of=[0] * 4 + [1] * 4)
+    found = {c.name: c for c in program.collectives()}
+    scattered, recv = found["all-gather.9"], found["recv.1"]
+    assert (scattered.kind, scattered.bytes, scattered.received) == ("reduce-scatter", 128, 96)
+    assert (recv.kind, recv.times, recv.network, recv.wire) == ("recv", 1, 400, 0)
 
 
 def test_a_kernels_settings_have_lines_of_their_own():
