@@ -19,30 +19,18 @@ from gatedattn.aot import gpus
 from gatedattn.aot.compile import step
 from gatedattn.aot.hlo import Program
 from gatedattn.aot.topologies import devices, parse
-from gatedattn.config import ConfigError, MeshConfig, MoEConfig, RunConfig, TrainConfig, TransformerConfig, from_mapping
+from gatedattn.config import ConfigError, MeshConfig, MoEConfig
 from gatedattn.kernels.grouped import grouped_matmul
 from gatedattn.training.placement import make_mesh
+from tests.aot.runs import SMALL, recipe
 
 pytestmark = [
     pytest.mark.aot,
     pytest.mark.skipif(not importlib.util.find_spec("jax_cuda13_plugin"), reason="the CUDA compiler is not installed"),
 ]
 
-SMALL = RunConfig(
-    name="small",
-    model=TransformerConfig(
-        vocab_size=2048, d_model=512, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=128, ffn_dim=1024, dtype="bfloat16",
-        remat="full",
-    ),
-    train=TrainConfig(batch_size=32, seq_len=1024),
-)  # fmt: skip
 EXPERTS = MoEConfig(num_experts=32, top_k=2, expert_dim=256)
 SMALL_MOE = dataclasses.replace(SMALL, model=dataclasses.replace(SMALL.model, num_layers=2, moe=EXPERTS))
-
-
-def recipe(module, args, **train) -> RunConfig:
-    config = from_mapping(RunConfig, module.get_config(args).to_dict())
-    return dataclasses.replace(config, train=dataclasses.replace(config.train, **train))
 
 
 def mesh_of(name: str):

@@ -12,24 +12,11 @@ from configs import dense1b7, moe15b
 from gatedattn import aot
 from gatedattn.aot.compile import TooLarge, step
 from gatedattn.aot.topologies import parse
-from gatedattn.config import ConfigError, MeshConfig, RunConfig, TrainConfig, TransformerConfig, from_mapping
+from gatedattn.config import ConfigError, MeshConfig, TrainConfig
+from tests.aot.runs import SMALL, recipe
 
 pytestmark = [pytest.mark.aot, pytest.mark.usefixtures("optimized")]
 pytest.importorskip("libtpu")
-
-SMALL = RunConfig(
-    name="small",
-    model=TransformerConfig(
-        vocab_size=2048, d_model=512, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=128, ffn_dim=1024, dtype="bfloat16",
-        remat="full",
-    ),
-    train=TrainConfig(batch_size=32, seq_len=1024),
-)  # fmt: skip
-
-
-def recipe(module, args, **train) -> RunConfig:
-    config = from_mapping(RunConfig, module.get_config(args).to_dict())
-    return dataclasses.replace(config, train=dataclasses.replace(config.train, **train))
 
 
 @pytest.mark.parametrize("name", ["v5e-8", "v6e-8", "v4-16", "tpu7x-8", "2xv5p-8"])
