@@ -59,19 +59,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="a part of a row's recipe or topology")
     only = parser.parse_args().only
     RESULTS.mkdir(parents=True, exist_ok=True)
-    head = (
-        "step",
-        "topology",
-        "mesh",
-        "microbatches",
-        "arguments GB",
-        "temporaries GB",
-        "of GB",
-        "collectives GB",
-        "least s",
-        "MFU <=",
-        "options",
-    )
+    head = "step|topology|mesh|microbatches|arguments GB|temporaries GB|of GB|collectives GB|least s|MFU <=|options".split("|")
     print("| " + " | ".join(head) + " |\n" + "|" + " --- |" * len(head), flush=True)
     for spec in ROWS:
         if only in spec[0] or only in spec[1]:
