@@ -73,7 +73,7 @@ def test_sigterm_to_one_saves_all_and_one_process_goes_on(alone, tmp_path):
     processes = start(tmp_path, 2, "--config.train.steps=2000", "--config.checkpoint.every=0")
     wait_for(lambda: (tmp_path / "metrics.jsonl").exists() and len(lines(tmp_path)) > 3, processes)
     processes[1].send_signal(signal.SIGTERM)
-    results = finish(processes, timeout=300)
+    results = finish(processes, timeout=120)
     assert [code for *_, code in results] == [128 + signal.SIGTERM] * 2, results
     stopped = int(re.search(r"SIGTERM: stopped after step (\d+) and saved it", results[0][0])[1])
     assert (tmp_path / "checkpoints" / str(stopped)).is_dir()
