@@ -145,7 +145,7 @@ def _work(folder: Path, config: DataConfig, seq_len: int, parts: list[dict], wor
             for future in as_completed(futures):
                 yield futures[future], future.result()
         except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
+            pool.shutdown(cancel_futures=True)  # waits: a worker left behind would write and delete under the next attempt
             raise
 
 
