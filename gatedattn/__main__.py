@@ -312,6 +312,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader (head, less) has had enough; what is still buffered must not complain at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except KeyboardInterrupt:
+        print(f"gatedattn {args.command}: interrupted", file=sys.stderr)
+        return 130
     except ConfigError as error:
         print(f"gatedattn {args.command}: {error}", file=sys.stderr)
         return 2

@@ -12,6 +12,7 @@ import errno
 import json
 import os
 import shutil
+import signal
 import sys
 import threading
 from collections.abc import Iterable, Iterator
@@ -138,7 +139,7 @@ def _work(folder: Path, config: DataConfig, seq_len: int, parts: list[dict], wor
         return
     # One process a core, each with a tokenizer of its own: a tokenizer's threads would wait for one interpreter.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    pool = ProcessPoolExecutor(min(workers, len(parts)), get_context("spawn"), initializer=_end_with_parent)
+    pool = ProcessPoolExecutor(min(workers, len(parts)), get_context("spawn"), initializer=_worker)
     with pool:
         futures = {pool.submit(_part, settings, part): part["name"] for part in parts}
         try:
@@ -146,11 +147,14 @@ def _work(folder: Path, config: DataConfig, seq_len: int, parts: list[dict], wor
                 yield futures[future], future.result()
         except BaseException:
             pool.shutdown(cancel_futures=True)  # waits: a worker left behind would write and delete under the next attempt
+            for path in folder.glob(".*.tmp"):
+                path.unlink()
             raise
 
 
-def _end_with_parent() -> None:
-    """A worker whose parent is killed would wait for ever."""
+def _worker() -> None:
+    """Ctrl-C ends a worker without a word (the parent has one); and one whose parent is killed would wait for ever."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     threading.Thread(target=lambda: (parent_process().join(), os._exit(1)), daemon=True).start()
 
 
