@@ -80,6 +80,7 @@ def test_the_program_does_not_grow_with_depth():
     assert size(8) == size(2)
 
 
+@pytest.mark.slow
 def test_layer_i_starts_as_it_does_without_a_pattern():
     def start(config):
         return jax.jit(lambda: nnx.state(Transformer(config, rngs=nnx.Rngs(1)), nnx.Param))()

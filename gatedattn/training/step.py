@@ -4,6 +4,7 @@ Each factory closes over the model's graph and the configuration and returns a p
 `jax.jit` (never `nnx.jit`, which costs milliseconds a call), to compile ahead of time, or to differentiate.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -30,6 +31,7 @@ class TrainState(NamedTuple):
     guard: guard_lib.GuardState | tuple = ()  # what recognises bad steps
 
 
+@functools.lru_cache(64)
 def graph(config: TransformerConfig) -> nnx.GraphDef:
     """The static half of the model: `nnx.merge(graph(config), params)` is a `Transformer`. Allocates nothing."""
     return nnx.split(nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0))))[0]

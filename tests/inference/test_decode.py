@@ -112,8 +112,9 @@ def test_a_policy_decides_what_generation_sees(build, model, policy):
         check_greedy(build(window=3), PROMPTS, outputs)
 
 
-@pytest.mark.parametrize("kind", ["Auto", pytest.param("Explicit", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("axes", [dict(data=2, tensor=2), pytest.param(dict(fsdp=2), marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+@pytest.mark.parametrize("axes", [dict(data=2, tensor=2), dict(fsdp=2)])
 def test_a_mesh_changes_nothing(model, axes, kind):
     from gatedattn import sharding
 

@@ -168,8 +168,11 @@ def test_query_source_sees_the_query(x64):
     layer = randomize(
         GatedAttention(num_heads=N, num_kv_heads=K, head_dim=H, d_model=D, gates="g1:query", **F64, rngs=nnx.Rngs(0))
     )
-    seen = {}
-    layer(x, probe=lambda kind, **captured: seen.update(captured) or {})
+
+    def look(kind, **captured):
+        return {name: captured[name] for name in ("scores", "sdpa", "gated")}
+
+    seen = nnx.jit(lambda layer, x: layer(x, probe=look)[1]["probe"])(layer, x)
     q = rms(np.asarray(layer.query(x)), np.asarray(layer.query_norm.weight[...]))
     score = sigmoid(np.einsum("btnh,nhc->btnc", q, np.asarray(layer.gates[0].kernel[...])))
     np.testing.assert_allclose(seen["scores"]["g1:query"], score, atol=1e-6)  # scores are float32

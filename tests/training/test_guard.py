@@ -126,6 +126,7 @@ def run(text_config, tmp_path, monkeypatch):
     return train
 
 
+@pytest.mark.slow
 def test_a_bad_step_is_logged_with_its_rows_and_the_run_goes_on(run, tmp_path, capsys):
     run("run", {10})
     last = recorder.read_lines(tmp_path / "run/metrics.jsonl")[-1]

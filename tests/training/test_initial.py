@@ -26,7 +26,7 @@ def origin_of(config, tokenizer=None, params=None):
 
 
 def logits(config, params, tokens):
-    return nnx.merge(steps.graph(config.model), params)(tokens)[0]
+    return jax.jit(lambda params: nnx.merge(steps.graph(config.model), params)(tokens)[0])(params)
 
 
 @pytest.mark.parametrize("before", [pytest.param("none", marks=pytest.mark.slow), "g2"])

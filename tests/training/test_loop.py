@@ -136,6 +136,7 @@ def test_what_cannot_run_is_refused_before_anything_is_compiled(text_config, tmp
         loop.evaluate_checkpoint(text_config, tmp_path / "never", ONE)
 
 
+@pytest.mark.slow
 def test_a_run_outlives_a_full_disk(text_config, tmp_path, small_disk, monkeypatch, capsys):
     from gatedattn import data
 

@@ -45,7 +45,7 @@ def test_the_loss_is_that_of_the_models_logits(config, batch):
     sums = jax.jit(steps.make_eval_step(c))(state.params, batch)
 
     model = nnx.merge(steps.graph(c.model), state.params)
-    logits, _ = model(batch["tokens"], batch["positions"], batch["segment_ids"])
+    logits, _ = nnx.jit(model)(batch["tokens"], batch["positions"], batch["segment_ids"])
     mask = batch["loss_mask"]
     ce = jnp.sum(mask * optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])) / mask.sum()
     z = jnp.sum(mask * jax.nn.logsumexp(logits, axis=-1) ** 2) / mask.sum()
