@@ -55,7 +55,8 @@ def test_count_allocates_nothing_and_prints_json(recipe, tmp_path):
 
 
 @pytest.mark.slow
-def test_train_then_eval(recipe, tmp_path):
+def test_train_then_eval(recipe, tmp_path, monkeypatch):
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)  # the tests' own: where would it be without?
     (code, out, err, _), (code_eval, out_eval, err_eval, _) = run(
         tmp_path, [recipe], [recipe, "--mode=eval", "--workdir=runs/little"]
     )

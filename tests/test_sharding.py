@@ -175,7 +175,7 @@ MOE = dataclasses.replace(CONFIG, moe=MoEConfig(num_experts=4, top_k=2, expert_d
 MIXED = dataclasses.replace(
     CONFIG, num_layers=4, gates="g1", kernel="reference", pattern="window=5,gates=none|position=none,sink=learned"
 )
-B, T = 8, 12
+B, T = 8, 16  # context=8 divides it, too
 _rng = np.random.default_rng(0)
 BATCH = {
     "tokens": _rng.integers(0, 64, (B, T)),

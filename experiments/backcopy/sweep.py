@@ -28,7 +28,7 @@ from gatedattn import probes
 from gatedattn.config import ConfigError, RunConfig, from_mapping, suggest, to_mapping
 from gatedattn.data.backcopy import Backcopy, from_speeches
 from gatedattn.data.cache import write_atomically
-from gatedattn.training import optimizer
+from gatedattn.training import guard, optimizer
 from gatedattn.training import step as steps
 from gatedattn.training.recorder import finite
 from gatedattn.transformer import Transformer
@@ -114,7 +114,8 @@ def run_arm(arm: str, task: Backcopy, seeds: int, count: int) -> dict:
 
     def init(seed):
         params = nnx.as_pure(nnx.state(Transformer(config.model, rngs=nnx.Rngs(jax.random.key(seed))), nnx.Param))
-        return steps.TrainState(params, optimizer.build(config.optimizer, count).init(params), jnp.zeros((), jnp.int32))
+        opt_state = optimizer.build(config.optimizer, count).init(params)
+        return steps.TrainState(params, opt_state, jnp.zeros((), jnp.int32), guard.init(config.guard))
 
     quick = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
     state = jax.jit(jax.vmap(init), compiler_options=quick)(jnp.arange(seeds))
