@@ -57,7 +57,11 @@ def compiled(f, model, *args):
     )(params)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+# By default those that the cache itself must know of; the others only change what surrounds it.
+AROUND = ("linear", "biases", "learned positions", "nope", "input-independent gates", "hidden gates", "query and self gates")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in AROUND else n for n in CONFIGS])
 def test_cached_logits_equal_the_full_forward_pass(build, name):
     """Two chunks of six, with four columns of padding before the first token, then six tokens one by one."""
     full, cached = compiled(
@@ -112,7 +116,9 @@ def recomputed(model, sinks, window):
     return model.logits(model.final_norm(x))
 
 
-@pytest.mark.parametrize("sinks,changes", [(2, {}), (0, dict(sink="learned")), (4, dict(position="none"))])
+@pytest.mark.parametrize(
+    "sinks,changes", [(2, {}), (0, dict(sink="learned")), pytest.param(4, dict(position="none"), marks=pytest.mark.slow)]
+)
 def test_streaming_policy_equals_a_dense_recomputation(build, sinks, changes):
     policy = CachePolicy.parse(f"streaming:{sinks}+4")
 
@@ -124,7 +130,7 @@ def test_streaming_policy_equals_a_dense_recomputation(build, sinks, changes):
     np.testing.assert_allclose(logits, expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("policy", ["full", "window:4", "streaming:2+4"])
+@pytest.mark.parametrize("policy", ["full", pytest.param("window:4", marks=pytest.mark.slow), "streaming:2+4"])
 def test_score_does_not_depend_on_the_chunk(model, policy):
     scores = [score(model, TOKENS, policy, chunk=chunk) for chunk in (1, 5)]
     assert scores[0].shape == (B, T - 1)
