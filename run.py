@@ -51,10 +51,17 @@ def main(argv: list[str]) -> None:
     logging.set_verbosity(
         logging.FATAL
     )  # Orbax tells of every file it writes, and of a full disk in pages; we say it in a line
+    sys.unraisablehook = unraisable
     if FLAGS.mode in ("train", "eval"):
         hosts.join(FLAGS.coordinator, FLAGS.process_count, FLAGS.process_id)
     work = {"train": train, "eval": evaluate, "count": count, "aot": ahead_of_time}[FLAGS.mode]
     hosts.guarded(lambda: work(config, workdir))
+
+
+def unraisable(event) -> None:
+    """What TensorStore's threads still had to say to a save that a full disk has ended is no news."""
+    if str(event.exc_value) != "Event loop is closed":
+        sys.__unraisablehook__(event)
 
 
 def train(config: RunConfig, workdir: Path) -> None:

@@ -67,7 +67,7 @@ def run_config() -> RunConfig:
         config,
         train=dataclasses.replace(config.train, steps=10**8, seq_len=64, log_every=5),
         optimizer=dataclasses.replace(config.optimizer, schedule="constant"),
-        checkpoint=CheckpointConfig(every=20, keep=2, keep_every=1000),
+        checkpoint=CheckpointConfig(every=100, keep=2, keep_every=5000),
         eval=EvalConfig(every=50, batches=2),
         probe=ProbeConfig(every=50, rows=4),
     )

@@ -67,3 +67,19 @@ def test_train_then_eval(recipe, tmp_path, monkeypatch):
     assert code_eval == 0, err_eval
     line = json.loads(out_eval)
     assert line["step"] == 4 and line["loss"] > 0
+
+
+def test_threads_of_a_save_that_a_full_disk_ended_are_no_news(capsys, monkeypatch):
+    from run import unraisable
+
+    class Thread:
+        def __init__(self, text):
+            self.text = text
+
+        def __del__(self):  # nobody can catch what is raised here
+            raise RuntimeError(self.text)
+
+    monkeypatch.setattr("sys.unraisablehook", unraisable)
+    for text in ("Event loop is closed", "something else"):
+        Thread(text)
+    assert "something else" in (err := capsys.readouterr().err) and "Event loop" not in err

@@ -81,17 +81,23 @@ def step(config: RunConfig, topology: Topology, compiler_options: dict | None = 
         "kernels_passed_over": passed,
         "expert_kernel": experts,
     }
-    report["notes"] = gpus.notes(report["peak_bytes"], topology) if platform == "gpu" else _notes_on_libtpu()
+    report["notes"] = gpus.notes(report["peak_bytes"], topology) if platform == "gpu" else _notes_on_tpus(topology)
     if platform == "gpu" and report["peak_bytes"] > topology.hbm_bytes:  # the TPU compiler refuses by itself
         raise TooLarge(report["peak_bytes"], topology.hbm_bytes)
     return Compiled(report, program, executable)
 
 
-def _notes_on_libtpu() -> list[str]:
-    version = importlib.metadata.version("libtpu")
-    if tuple(int(n) for n in version.split(".")[:3]) >= (0, 0, 52):
-        return []
-    return [f"libtpu {version} counts unused gaps in memory twice, 0.0.52 no longer: temporaries are lower than told here"]
+def _notes_on_tpus(topology: Topology) -> list[str]:
+    notes, version = [], importlib.metadata.version("libtpu")
+    if tuple(int(n) for n in version.split(".")[:3]) < (0, 0, 52):
+        notes.append(
+            f"libtpu {version} counts unused gaps in memory twice, 0.0.52 no longer: temporaries are lower than told here"
+        )
+    if topology.chip.name == "TPU7x":
+        notes.append(
+            "collectives of TPU7x run on its SparseCores and cannot be read here: neither they nor their seconds are counted"
+        )
+    return notes
 
 
 def _too_large(error: Exception) -> TooLarge | None:

@@ -58,6 +58,8 @@ def banner(config: RunConfig, workdir, counts: dict, data: dict, about: dict) ->
         epochs = train.steps * train.batch_size / rows
         size = count_text(data["tokens_per_epoch"])
         say(f"  data         {config.data.source}: {size} tokens an epoch, {epochs:.3g} epochs planned")
+        if rows < train.batch_size:
+            say(f"  WARNING      an epoch has {rows} rows and a batch {train.batch_size}: rows recur within a batch")
         if epochs > TOO_MANY_EPOCHS:
             say(f"  WARNING      the data will be read {epochs:.0f} times: expect memorisation; use fewer steps or more text")
     else:
