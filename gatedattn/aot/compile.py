@@ -93,7 +93,7 @@ def _notes_on_tpus(topology: Topology) -> list[str]:
         notes.append(
             f"libtpu {version} counts unused gaps in memory twice, 0.0.52 no longer: temporaries are lower than told here"
         )
-    if topology.chip.name == "TPU7x":
+    if topology.chip.device_kind == "TPU7x":
         notes.append(
             "collectives of TPU7x run on its SparseCores and cannot be read here: neither they nor their seconds are counted"
         )

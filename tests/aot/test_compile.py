@@ -2,7 +2,8 @@
 
 import pytest
 
-from gatedattn.aot.compile import _too_large
+from gatedattn.aot.compile import _notes_on_tpus, _too_large
+from gatedattn.aot.topologies import parse
 
 
 @pytest.mark.parametrize(
@@ -22,3 +23,11 @@ def test_out_of_memory_in_numbers(said, needed, limit):
 
 def test_another_error_is_not_taken_for_it():
     assert _too_large(RuntimeError("INVALID_ARGUMENT: No such compile option")) is None
+
+
+def test_what_a_report_cannot_tell_is_said(monkeypatch):
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "0.0.52")
+    assert _notes_on_tpus(parse("v5p-128")) == []
+    assert "SparseCores" in _notes_on_tpus(parse("tpu7x-128"))[0]
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "0.0.42")
+    assert "twice" in _notes_on_tpus(parse("v5p-128"))[0]
