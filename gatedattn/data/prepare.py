@@ -133,28 +133,33 @@ def _finished(folder: Path, name: str) -> dict | None:
 
 def _work(folder: Path, config: DataConfig, seq_len: int, parts: list[dict], workers: int) -> Iterator[tuple[str, dict]]:
     settings = (str(folder), dataclasses.asdict(config), seq_len)
-    if workers == 1 or len(parts) <= 1:
-        for part in parts:
-            yield part["name"], _part(settings, part)
-        return
-    # One process a core, each with a tokenizer of its own: a tokenizer's threads would wait for one interpreter.
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    pool = ProcessPoolExecutor(min(workers, len(parts)), get_context("spawn"), initializer=_worker)
-    with pool:
-        futures = {pool.submit(_part, settings, part): part["name"] for part in parts}
-        try:
-            for future in as_completed(futures):
-                yield futures[future], future.result()
-        except BaseException:
-            pool.shutdown(cancel_futures=True)  # waits: a worker left behind would write and delete under the next attempt
-            for path in folder.glob(".*.tmp"):
-                path.unlink()
-            raise
+    try:
+        if workers == 1 or len(parts) <= 1:
+            for part in parts:
+                yield part["name"], _part(settings, part)
+            return
+        # One process a core, each with a tokenizer of its own: a tokenizer's threads would wait for one interpreter.
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"
+        with ProcessPoolExecutor(min(workers, len(parts)), get_context("spawn"), initializer=_worker) as pool:
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # workers are born deaf to Ctrl-C, see _worker
+            futures = {pool.submit(_part, settings, part): part["name"] for part in parts}
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+            try:
+                for future in as_completed(futures):
+                    yield futures[future], future.result()
+            except BaseException:
+                pool.shutdown(cancel_futures=True)  # waits: a worker left behind would write under the next attempt
+                raise
+    except BaseException:
+        for path in folder.glob(".*.tmp"):  # a full disk has no room for what is half-written
+            path.unlink()
+        raise
 
 
 def _worker() -> None:
     """Ctrl-C ends a worker without a word (the parent has one); and one whose parent is killed would wait for ever."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     threading.Thread(target=lambda: (parent_process().join(), os._exit(1)), daemon=True).start()
 
 
@@ -184,11 +189,7 @@ def _part(settings: tuple, part: dict) -> dict:
     packed = Packed(stream, seq_len, tokenizer.bos_id, config.bos) if len(stream.tokens) else None
     if packed:
         about |= {"rows": len(packed), "tokens": packed.num_tokens}
-    try:
-        _write(temporary, packed.windows(0, len(packed)) if packed else (), about["rows"])
-    except BaseException:
-        temporary.unlink(missing_ok=True)  # a full disk has no room for it
-        raise
+    _write(temporary, packed.windows(0, len(packed)) if packed else (), about["rows"])
     about |= {"bytes": temporary.stat().st_size, "sha256": file_digest(temporary)}
     os.replace(temporary, path)
     write_atomically(folder / f"{path.name}.json", json.dumps(about).encode())

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from gatedattn.config import ConfigError, DataConfig
 from gatedattn.data import load, records
 from gatedattn.data.packing import Packed, Stream, unpack
-from gatedattn.data.prepare import prepare
+from gatedattn.data.prepare import PLAN, prepare
 
 BOS = 9
 
@@ -271,3 +271,28 @@ def test_one_document_of_200_megabytes(tmp_path):
     about = prepare(**options, folder=tmp_path / "p", seq_len=4096, workers=1)
     files = [f for split in about["splits"].values() for f in split["files"]]
     assert sum(f["tokens"] for f in files) == os.path.getsize(tmp_path / "big.txt") + 2
+
+
+@pytest.mark.slow
+def test_ctrl_c_is_a_line_and_leaves_nothing_half_written(corpus, tmp_path):
+    folder, source = tmp_path / "p", tmp_path / "texts"
+    source.mkdir()
+    for i in range(4):
+        (source / f"{i}.txt").write_text("The gates open, and the sinks close. " * 40_000)
+    command = [
+        sys.executable,
+        "-m",
+        "gatedattn",
+        "prepare",
+        f"text:{source}/*.txt",
+        folder,
+        "--tokenizer=bytes",
+        "--seq_len=16",
+    ]
+    started = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    while started.poll() is None and not list(folder.glob(".*.tmp")):
+        time.sleep(0.002)
+    os.killpg(started.pid, signal.SIGINT)  # as a terminal does: to the workers, too
+    _, err = started.communicate(timeout=60)
+    assert started.returncode == 130 and err.splitlines()[-1] == "gatedattn prepare: interrupted" and "Traceback" not in err
+    assert (folder / PLAN).exists() and not list(folder.glob(".*"))
