@@ -37,7 +37,7 @@ def start(workdir, count, *more) -> list[subprocess.Popen]:
     ]  # fmt: skip
 
 
-def finish(processes, timeout=900):
+def finish(processes, timeout=300):
     """(stdout, stderr, exit code) of each; what Gloo prints of its connections is left out."""
     results = [(*p.communicate(timeout=timeout), p.returncode) for p in processes]
     return [("".join(line for line in out.splitlines(True) if "[Gloo]" not in line), err, code) for out, err, code in results]
@@ -100,7 +100,7 @@ def test_a_death_takes_the_others_down_within_a_minute(victim, tmp_path):
     processes[victim].communicate()
 
 
-def wait_for(condition, processes, seconds=600):
+def wait_for(condition, processes, seconds=240):
     for _ in range(seconds * 2):
         if condition():
             return
