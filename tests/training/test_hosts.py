@@ -38,9 +38,8 @@ def start(workdir, count, *more) -> list[subprocess.Popen]:
 
 
 def finish(processes, timeout=300):
-    """(stdout, stderr, exit code) of each; what Gloo prints of its connections is left out."""
-    results = [(*p.communicate(timeout=timeout), p.returncode) for p in processes]
-    return [("".join(line for line in out.splitlines(True) if "[Gloo]" not in line), err, code) for out, err, code in results]
+    """(stdout, stderr, exit code) of each."""
+    return [(*p.communicate(timeout=timeout), p.returncode) for p in processes]
 
 
 def lines(workdir, name="metrics.jsonl"):
@@ -65,7 +64,11 @@ def test_any_number_of_processes_trains_alike(count, alone, tmp_path):
         assert [line["step"] for line in found] == [line["step"] for line in expected]  # written once, by one of them
         for a, b in zip(expected, found, strict=True):
             assert all(b[key] == pytest.approx(a[key], rel=2e-5) for key in keys)
-    assert "step 8/8" in results[0][0] and all(out == "" for out, *_ in results[1:])
+    # The first speaks for all. Gloo's threads tell of connections on every process' stdout, one amid another's line.
+    spoken = {line for line in results[0][0].splitlines() if line.strip() and "Gloo" not in line and "peer" not in line}
+    assert any("step 8/8" in line for line in spoken)
+    for out, *_ in results[1:]:
+        assert "step " not in out and not spoken & {*out.splitlines()}, out
 
 
 @pytest.mark.slow
