@@ -75,7 +75,8 @@ def train(config: RunConfig, workdir: Path) -> None:
     if config.train.init_from and not any((workdir / "checkpoints").glob("[0-9]*")):
         from gatedattn.interop import models
 
-        origin = loop.Origin(config.train.init_from, *models.open_model(config.train.init_from))
+        source = models.open_model(config.train.init_from)
+        origin = loop.Origin(config.train.init_from, source.config, source.params, source.tokenizer)
     compiler.cache_compilations()
     try:
         result = loop.train(config, workdir, origin=origin)

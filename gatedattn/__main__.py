@@ -75,6 +75,14 @@ def convert(args):
     print(models.convert(args.direction, args.source, args.destination, args.layout))
 
 
+ROPE = argument(
+    "--rope",
+    default="",
+    metavar="SETTINGS",
+    help="read further than it was trained to: yarn,factor=4 or linear,factor=2 or theta=1000000 (settings of RopeConfig)",
+)
+
+
 @command(
     "text from a model, streamed to standard output",
     argument("model", metavar="MODEL", help="a run, a checkpoint, a converted or Hugging Face folder, a .gguf file"),
@@ -85,6 +93,7 @@ def convert(args):
     argument("--top_p", "--top-p", type=float, default=1.0, help="draw from the likeliest tokens that sum to this probability"),
     argument("--seed", type=int, default=0),
     argument("--cache", default="full", help="what the cache keeps: full, window:512 or streaming:4+508"),
+    ROPE,
 )
 def generate(args):
     from gatedattn import inference
@@ -96,7 +105,7 @@ def generate(args):
         raise ConfigError("--prompt is not valid UTF-8")
     policy = inference.CachePolicy.parse(args.cache)
 
-    model, tokenizer = load_with_tokenizer(args.model, to_read="the prompt")
+    model, tokenizer = load_with_tokenizer(args.model, to_read="the prompt", rope=args.rope)
     options = dict(max_tokens=args.max_tokens, temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, seed=args.seed)
     for piece in inference.stream_text(model, tokenizer, args.prompt, policy=policy, **options):
         print(piece, end="", flush=True)
@@ -120,11 +129,12 @@ def numbers(text: str) -> list[int]:
     argument("--rows", type=int, default=4, help="rows of text (4)"),
     argument("--layers", type=numbers, default=(), help="layers whose attention is drawn, e.g. 0,6,20 (four of them)"),
     argument("--window", type=int, default=24, help="tokens whose attention is drawn (24)"),
+    ROPE,
 )
 def analyze(args):
     from gatedattn import analysis
 
-    options = dict(names=args.names, length=args.length, rows=args.rows, layers=args.layers, window=args.window)
+    options = {name: getattr(args, name) for name in ("names", "length", "rows", "layers", "window", "rope")}
     print(analysis.analyze(args.models, args.text, args.out, **options), end="")
 
 
@@ -187,6 +197,7 @@ def spikes(args):
     argument("--length", type=int, default=2048, help="tokens in a window (2048)"),
     argument("--stride", type=int, help="tokens that count in each window but the first of a document (--length)"),
     argument("--batch", type=int, default=4, help="windows at a time (4)"),
+    ROPE,
     argument("--json", action="store_true", help="one object: sets, by_position in each, and their average"),
 )
 def perplexity(args):
@@ -194,7 +205,7 @@ def perplexity(args):
 
     sets = lib.text_sets(args.text)
 
-    model, tokenizer = load_with_tokenizer(args.model, to_read="texts")
+    model, tokenizer = load_with_tokenizer(args.model, to_read="texts", rope=args.rope)
     sizes = dict(length=args.length, stride=args.stride, batch=args.batch)
     found = {name: lib.measure(model, tokenizer, lib.texts(files), progress=name, **sizes) for name, files in sets.items()}
     average = lib.average(list(found.values()))
@@ -221,12 +232,13 @@ def perplexity(args):
     argument("--max_length", "--max-length", type=int, help="tokens the model may look at (its max_seq_len)"),
     argument("--batch_size", "--batch-size", type=int, default=8, help="prompts at a time in generation (8)"),
     argument("--cache", help="a file that keeps answers: a second run gives only what is missing"),
+    ROPE,
     argument("--out", help="write all results, per item too, to this JSON file"),
 )
 def harness(args):
     from gatedattn.evaluation import harness as lib
 
-    model, tokenizer = load_with_tokenizer(args.model, to_read="tasks")
+    model, tokenizer = load_with_tokenizer(args.model, to_read="tasks", rope=args.rope)
     subject = lib.HarnessModel(model, tokenizer, max_length=args.max_length, batch_size=args.batch_size)
     options = dict(limit=args.limit, num_fewshot=args.num_fewshot, use_cache=args.cache, log_samples=bool(args.out))
     results = lib.evaluate(subject, args.tasks, include_path=args.include_path, **options)
@@ -265,12 +277,12 @@ def prepare(args):
     )
 
 
-def load_with_tokenizer(path: str, to_read: str):
+def load_with_tokenizer(path: str, to_read: str, rope: str = ""):
     """A MODEL and its tokenizer. Raises `ConfigError` if it has none."""
     from gatedattn.config import ConfigError
     from gatedattn.interop import models
 
-    model, tokenizer = models.load_model(path)
+    model, tokenizer = models.load_model(path, rope=rope)
     if tokenizer is None:
         raise ConfigError(f"{path} has no tokenizer to read {to_read} with")
     return model, tokenizer

@@ -27,6 +27,7 @@ def analyze(
     length: int = 512,
     layers: Sequence[int] = (),
     window: int = 24,
+    rope: str = "",
 ) -> str:
     """Analyze models on a text, one in memory at a time, and write to `out`:
 
@@ -36,7 +37,8 @@ def analyze(
         *.png                heads, attention, layers, positions, activations, gates
         text.html            the text, coloured by how open the gates are
 
-    Returns the table. Arguments as `analyze_model`, which see. Raises `ConfigError` for a request that cannot be met.
+    Returns the table. `rope` as in `models.load_model`, the other arguments as `analyze_model`, which see. Raises `ConfigError` for a
+    request that cannot be met.
     """
     text, out = Path(text), Path(out)
     if names and len(names) != len(paths):
@@ -47,7 +49,7 @@ def analyze(
         raise ConfigError(f"--text={text} cannot be read: {error.strerror}") from None
     analyses = []
     for name, path in zip(names or name_apart(paths), paths):
-        model, tokenizer = models.load_model(path)
+        model, tokenizer = models.load_model(path, rope=rope)
         if tokenizer is None:
             raise ConfigError(f"{path} has no tokenizer to read the text with")
         options = dict(name=name, rows=rows, length=length, layers=layers, window=window)

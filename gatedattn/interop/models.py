@@ -24,6 +24,7 @@ from gatedattn.data.cache import write_atomically
 from gatedattn.interop import gguf, huggingface
 from gatedattn.interop import tensors as tensors_lib
 from gatedattn.interop.build import build, flat_parameters
+from gatedattn.interop.lengthen import lengthen
 from gatedattn.transformer import Transformer, abstract_parameters
 
 FORMAT = "gatedattn"
@@ -33,23 +34,27 @@ KINDS = (
 
 
 class Source(NamedTuple):
-    """A model, opened. `params`: by path, arrays or what reads itself when it is indexed."""
+    """A model, opened. `params`: by path, arrays or what reads itself when it is indexed. `trained`: tokens in a row of its training,
+    as far as is known."""
 
     config: TransformerConfig
     params: Mapping
     tokenizer: tokenizers.Tokenizer | None
+    trained: int
 
 
 def load_model(
-    path: str | Path, *, mesh: Mesh | None = None, param_dtype=jnp.float32
+    path: str | Path, *, rope: str = "", mesh: Mesh | None = None, param_dtype=jnp.float32
 ) -> tuple[Transformer, tokenizers.Tokenizer | None]:
     """The model at `path`, of whatever kind, and its tokenizer, if it has one.
 
-    With a mesh, parameters are placed by the path rules of `gatedattn.sharding`. Raises `ConfigError` if there is no model, or
-    one that this project cannot compute.
+    `rope` changes how it tells positions, to read further than it was trained to (see `lengthen`): "yarn,factor=4". With a mesh,
+    parameters are placed by the path rules of `gatedattn.sharding`. Raises `ConfigError` if there is no model, or one that this
+    project cannot compute.
     """
     source = open_model(path)
-    return build(source.config, source.params, mesh=mesh, param_dtype=param_dtype), source.tokenizer
+    config = lengthen(source.config, rope, source.trained) if rope else source.config
+    return build(config, source.params, mesh=mesh, param_dtype=param_dtype), source.tokenizer
 
 
 def open_model(path: str | Path) -> Source:
@@ -72,13 +77,19 @@ def open_model(path: str | Path) -> Source:
     if (path / "checkpoints").is_dir():
         return _open_run(path)
     if "model_type" in about:
-        return Source(*huggingface.open_folder(path), _tokenizer(huggingface.tokenizer, path))
+        config, params = huggingface.open_folder(path)
+        return Source(config, params, _tokenizer(huggingface.tokenizer, path), _trained(config))
     raise ConfigError(f"{path}/config.json describes no finished model (no checkpoints/, no model_type): MODEL must be {KINDS}")
 
 
 def _open_gguf(path: Path) -> Source:
     config, params, file = gguf.open_file(path)
-    return Source(config, params, _tokenizer(gguf.tokenizer, file))
+    return Source(config, params, _tokenizer(gguf.tokenizer, file), _trained(config))
+
+
+def _trained(config: TransformerConfig) -> int:
+    """The length that the weights are for: what an extension that is already in the settings extends, or all that they read."""
+    return config.max_seq_len if config.rope.scaling == "none" else config.rope.original_max_len
 
 
 def _tokenizer(read: Callable, source) -> tokenizers.Tokenizer | None:
@@ -106,7 +117,7 @@ def _open_converted(path: Path, about: dict) -> Source:
     tokenizer = tokenizers.load(path)
     if tokenizer is not None:
         tokenizer.set_special(about.get("bos_id"), about.get("eos_ids"))
-    return Source(config, params, tokenizer)
+    return Source(config, params, tokenizer, _trained(config))
 
 
 def _open_run(path: Path, step: int | None = None) -> Source:
@@ -114,10 +125,10 @@ def _open_run(path: Path, step: int | None = None) -> Source:
     from gatedattn.training.checkpoint import Checkpoints
 
     try:
-        config = recorder.read_config(path).model
+        run = recorder.read_config(path)
     except OSError:
         raise ConfigError(f"{path} has checkpoints but no config.json: it is not the folder of a run") from None
-    abstract = nnx.as_pure(nnx.state(nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0))), nnx.Param))
+    abstract = nnx.as_pure(nnx.state(nnx.eval_shape(lambda: Transformer(run.model, rngs=nnx.Rngs(0))), nnx.Param))
     # Wherever it was trained: without a sharding Orbax would look for the devices that saved it.
     here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), abstract)
@@ -126,7 +137,7 @@ def _open_run(path: Path, step: int | None = None) -> Source:
         if step is None:
             raise ConfigError(f"{path} holds no finished checkpoint: train first")
         params = checkpoints.restore_params(abstract, step)
-    return Source(config, flat_parameters(params), tokenizers.load(path))
+    return Source(run.model, flat_parameters(params), tokenizers.load(path), run.train.seq_len)
 
 
 def save_model(source: Source, folder: str | Path) -> None:

@@ -74,11 +74,11 @@ def test_the_command_writes_text_only(build, monkeypatch, capsys):
     from gatedattn.interop import models
 
     model = build(vocab_size=257, position="learned", max_seq_len=16)
-    monkeypatch.setattr(models, "load_model", lambda path: (model, Bytes()))
+    monkeypatch.setattr(models, "load_model", lambda path, rope: (model, Bytes()))
     assert main(["generate", "x", "--prompt=Hi", "--max_tokens=6"]) == 0
     out, err = capsys.readouterr()
     assert err == "" and out == sample.text(model, Bytes(), "Hi", tokens=6) + "\n"
     assert main(["generate", "x", "--prompt=" + "a" * 20]) == 2
     assert "21 tokens and max_tokens=256 need 276 positions" in capsys.readouterr().err
-    monkeypatch.setattr(models, "load_model", lambda path: (model, None))
+    monkeypatch.setattr(models, "load_model", lambda path, rope: (model, None))
     assert main(["generate", "x"]) == 2 and "no tokenizer" in capsys.readouterr().err

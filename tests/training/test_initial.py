@@ -90,7 +90,7 @@ def test_a_run_begins_with_another_runs_parameters_and_resumes_as_its_own(text_c
     source = models.open_model(config.train.init_from)
     for path, param in flat_parameters(done.params).items():
         np.testing.assert_array_equal(source.params[path], param)
-    loop.train(config, tmp_path / "second", ONE, Origin(config.train.init_from, *source))
+    loop.train(config, tmp_path / "second", ONE, Origin(config.train.init_from, source.config, source.params, source.tokenizer))
     assert f"starting     from {tmp_path}/first" in capsys.readouterr().out
     loop.train(config, tmp_path / "second", ONE)  # goes on by itself
     out = capsys.readouterr().out
