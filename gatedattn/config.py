@@ -2,7 +2,7 @@
 
 `RunConfig` is the whole of it. On the command line it wears an `ml_collections.ConfigDict` (see `to_config_dict`);
 `from_mapping` turns that skin into the dataclasses exactly once, refuses unknown keys with the nearest match, and from then
-on nothing can change. Every default of the project stands here and nowhere else.
+on nothing can change. Every default of the project stands here, or in `gatedattn.model_config` for the model, and nowhere else.
 
 Dimension letters, used in einsums, jaxtyping strings and sharding rules throughout the project:
 
@@ -13,7 +13,6 @@ Dimension letters, used in einsums, jaxtyping strings and sharding rules through
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 import re
 import types
@@ -21,231 +20,13 @@ import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from gatedattn import gates as gates_lib
-
-
-class ConfigError(ValueError):
-    """A configuration that cannot run. The message says what was given, what is allowed, what to type instead."""
-
-
-def _check(condition: bool, message: str) -> None:
-    if not condition:
-        raise ConfigError(message)
-
-
-def _positive(obj, *names: str) -> None:
-    for name in names:
-        value = getattr(obj, name)
-        _check(
-            0 < value < math.inf, f"{type(obj).__name__}.{name}={value}: must be positive" + " and finite" * (value == math.inf)
-        )
-
-
-def _not_negative(obj, *names: str) -> None:
-    for name in names:
-        value = getattr(obj, name)
-        _check(
-            0 <= value < math.inf,
-            f"{type(obj).__name__}.{name}={value}: must not be negative" + " nor infinite" * (value == math.inf),
-        )
-
-
-def _one_of(obj, name: str, allowed: tuple[str, ...]) -> None:
-    value = getattr(obj, name)
-    if value not in allowed:
-        raise ConfigError(
-            f"{type(obj).__name__}.{name}={value!r}: must be one of {', '.join(allowed)}{suggest(value, allowed)}"
-        )
-
-
-def suggest(word: str, known, most: int = 1) -> str:
-    """`" (did you mean 'x'?)"` for the known word nearest to `word`, or the nearest ones; or an empty string."""
-    near = difflib.get_close_matches(str(word), dict.fromkeys(map(str, known)), n=most, cutoff=0.5)
-    return f" (did you mean {' or '.join(map(repr, near))}?)" if near else ""
-
-
-@dataclass(frozen=True)
-class RopeConfig:
-    """Rotary position embedding (arXiv 2104.09864) and its length extensions (linear: 2306.15595, YaRN: 2309.00071)."""
-
-    theta: float = 10_000.0
-    fraction: float = 1.0  # share of each head's dimensions that rotate (Qwen3-Next: 0.25)
-    scaling: str = "none"  # none | linear | yarn
-    factor: float = 1.0  # target length / original_max_len
-    original_max_len: int = 4096  # length the model was trained at; YaRN only
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    attention_factor: float = 0.0  # YaRN's temperature on cos and sin; 0: 0.1 ln(factor) + 1
-
-    def __post_init__(self):
-        _one_of(self, "scaling", ("none", "linear", "yarn"))
-        _positive(self, "theta", "factor", "original_max_len", "beta_fast", "beta_slow")
-        _not_negative(self, "attention_factor")
-        _check(0 < self.fraction <= 1, f"RopeConfig.fraction={self.fraction}: must be in (0, 1]")
-        _check(
-            self.scaling != "none" or self.factor == 1.0,
-            f"RopeConfig.factor={self.factor} has no effect with scaling='none': set scaling to linear or yarn",
-        )
-
-
-GROUPED_KERNELS = ("auto", "loop", "ragged_dot", "megablox", "triton", "tokamax")
-
-
-@dataclass(frozen=True)
-class MoEConfig:
-    """Mixture of experts in place of the MLP. The paper states softmax top-8 of 128, a global-batch load-balancing loss and a
-    router z-loss, but no coefficients: ours are Qwen3-MoE's published 1e-3 and ST-MoE's 1e-3 (arXiv 2202.08906)."""
-
-    num_experts: int = 0  # E; 0: a dense MLP
-    top_k: int = 8
-    expert_dim: int = 768  # F of one expert
-    shared_dim: int = 0  # F of a shared expert that sees every token; 0: none
-    shared_gate: bool = False  # multiply the shared expert by sigmoid(x @ w), as Qwen3-Next does
-    renormalize: bool = True  # divide the chosen top-k probabilities by their sum
-    load_balance: float = 1e-3
-    z_loss: float = 1e-3
-    kernel: str = "auto"  # grouped matrix product: auto, or a row of gatedattn.kernels.grouped.CAPABILITIES
-    capacity: float = 0.0  # tokens an expert takes from each device, times the mean, the rest dropped; 0: all, dropless
-    expert_buffer: float = 0.0  # dropless over mesh.expert: rows a device makes room for, times the mean; 0: for the worst case
-
-    def __post_init__(self):
-        _not_negative(self, "num_experts", "shared_dim", "load_balance", "z_loss", "capacity", "expert_buffer")
-        _positive(self, "top_k", "expert_dim")
-        _one_of(self, "kernel", GROUPED_KERNELS)
-        if self.num_experts:
-            _check(
-                self.top_k <= self.num_experts,
-                f"MoEConfig.top_k={self.top_k} exceeds num_experts={self.num_experts}: at most all experts can be chosen",
-            )
-
-
-POSITIONS = ("rope", "learned", "none")
-SINKS = ("none", "learned", "off_by_one")
-DTYPES = ("float32", "bfloat16", "float64")
-REMATS = ("none", "attn", "mlp", "full", "offload")
-PATTERN = ("window", "position", "gates", "sink")  # settings in which the layers of a pattern may differ
-KERNELS = ("auto", "reference", "chunked", "splash", "cudnn", "triton", "tokamax")
-
-
-@dataclass(frozen=True)
-class TransformerConfig:
-    """A decoder-only transformer: pre-norm, grouped-query attention with gates, SwiGLU MLP or MoE, scanned layers."""
-
-    vocab_size: int = 4096  # V
-    d_model: int = 192  # D
-    num_layers: int = 6  # L
-    num_heads: int = 6  # N
-    num_kv_heads: int = 2  # K
-    head_dim: int = 64  # H
-    ffn_dim: int = 512  # F of the dense MLP (unused when moe.num_experts > 0)
-    gates: str = "g1"  # GateSpec short form, "g1+g2" for several, "none" for the baseline
-    qk_norm: bool = True
-    attention_bias: bool = False  # biases on the q, k, v projections
-    output_bias: bool = False  # bias on the attention output projection
-    window: int = 0  # attend to the last `window` tokens only, the query's own included; 0: all
-    sink: str = "none"  # none | learned (a logit per head, gpt-oss) | off_by_one (that logit fixed at 0)
-    sdpa_norm: bool = False  # RMSNorm on each head's SDPA output (the paper's "GroupNorm" row of Table 3)
-    sdpa_activation: str = "none"  # none | silu on the SDPA output, without parameters (Table 3)
-    position: str = "rope"  # rope | learned | none
-    max_seq_len: int = 4096  # rows of the learned position table; the harness reads no further, whatever the position
-    rope: RopeConfig = field(default_factory=RopeConfig)
-    moe: MoEConfig = field(default_factory=MoEConfig)
-    norm_eps: float = 1e-6
-    norm_zero_centered: bool = False  # RMSNorm multiplies by 1 + w, w from zero (Qwen3-Next), instead of w from one
-    sandwich_norm: bool = False  # also normalise each sub-layer's output before it joins the residual stream
-    embedding_scale: float = 1.0  # token embeddings are multiplied by this
-    activation_clip: float = 0.0  # clip attention and MLP outputs to +-this; 0: off
-    tie_embeddings: bool = True
-    init_std: float = 0.02
-    dtype: str = "float32"  # of activations and matmuls; parameters are float32 throughout
-    remat: str = "none"  # none | attn | mlp | full | offload: what the backward pass recomputes, see Transformer.hidden
-    kernel: str = "auto"  # attention implementation: auto, or a row of gatedattn.kernels.CAPABILITIES
-    # Layers that repeat, "" for all alike: "window=512|window=512|window=512|window=0,position=none" is three local layers and a
-    # global one without RoPE, "gates=g1|gates=none" every other layer gated. | between layers, commas between a layer's settings
-    # (those of PATTERN; no gate's short form holds either sign), and what a layer does not set is as above.
-    pattern: str = ""
-
-    def __post_init__(self):
-        _positive(
-            self, "vocab_size", "d_model", "num_layers", "num_heads", "num_kv_heads", "head_dim", "ffn_dim", "max_seq_len",
-            "norm_eps", "embedding_scale", "init_std",
-        )  # fmt: skip
-        _not_negative(self, "window", "activation_clip")
-        _one_of(self, "sink", SINKS)
-        _one_of(self, "sdpa_activation", ("none", "silu"))
-        _one_of(self, "position", POSITIONS)
-        _one_of(self, "dtype", DTYPES)
-        _one_of(self, "remat", REMATS)
-        _one_of(self, "kernel", KERNELS)
-        if self.num_heads % self.num_kv_heads:
-            fits = [k for k in range(1, self.num_heads + 1) if self.num_heads % k == 0]
-            raise ConfigError(
-                f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}: "
-                f"num_kv_heads may be {', '.join(map(str, fits))}"
-            )
-        rotated = self.head_dim * self.rope.fraction
-        if self.position == "rope" and (rotated != int(rotated) or int(rotated) % 2):
-            raise ConfigError(
-                f"head_dim={self.head_dim} with rope.fraction={self.rope.fraction} rotates {rotated:g} dimensions: must be a whole even number"
-            )
-        try:
-            specs = self.gate_specs
-        except ValueError as error:
-            raise ConfigError(f"gates={self.gates!r}: {error}") from None
-        for spec in specs:
-            if spec.in_dim > self.d_model:
-                raise ConfigError(f"gate {spec}: in_dim={spec.in_dim} exceeds d_model={self.d_model}")
-        if self.pattern:
-            self._check_pattern()
-
-    def _check_pattern(self):
-        count = len(self.period)
-        _check(
-            count > 1,
-            f"pattern={self.pattern!r} is of one layer, as all would be: give it to the model itself, or add layers after a |",
-        )
-        fewer = self.num_layers // count * count
-        nearest = f"{fewer} or {fewer + count}" if fewer else f"{count}"
-        _check(
-            self.num_layers % count == 0,
-            f"num_layers={self.num_layers} is not a multiple of the {count} layers of pattern={self.pattern!r}: "
-            f"the nearest is {nearest}",
-        )
-
-    @property
-    def period(self) -> tuple[TransformerConfig, ...]:
-        """The settings of each layer of the pattern: those of layer i are at i modulo their number. (self,) without a pattern."""
-        return tuple(map(self._layer, self.pattern.split("|"))) if self.pattern else (self,)
-
-    def _layer(self, text: str) -> TransformerConfig:
-        changes: dict[str, str | int] = {}
-        for item in filter(None, map(str.strip, text.split(","))):
-            key, _, value = map(str.strip, item.partition("="))
-            where = f"pattern={self.pattern!r}: {item!r}"
-            _check(key in PATTERN, f"{where}: layers may differ in {', '.join(PATTERN)}{suggest(key, PATTERN)}")
-            _check(value != "" and key not in changes, f"{where}: each setting of a layer is given once, with a value")
-            if key == "window":
-                _check(value.isdecimal(), f"{where}: must be a number of tokens, or 0 for all")
-            if key == "position":
-                _check("learned" not in (value, self.position), f"{where}: learned positions enter below the layers, all alike")
-            changes[key] = int(value) if key == "window" else value
-        try:
-            return dataclasses.replace(self, pattern="", **changes)
-        except ConfigError as error:
-            raise ConfigError(f"pattern={self.pattern!r}: {error}") from None
-
-    @property
-    def layer_gates(self) -> str:
-        """`gates`, or those of a pattern's layers, each once: "g1|none"."""
-        return "|".join(dict.fromkeys(layer.gates for layer in self.period))
-
-    @property
-    def gate_specs(self) -> tuple[gates_lib.GateSpec, ...]:
-        return gates_lib.parse(self.gates)
-
-    @property
-    def is_moe(self) -> bool:
-        return self.moe.num_experts > 0
+from gatedattn.checks import ConfigError, check, not_negative, one_of, positive
+from gatedattn.checks import suggest as suggest
+from gatedattn.model_config import GROUPED_KERNELS as GROUPED_KERNELS
+from gatedattn.model_config import KERNELS as KERNELS
+from gatedattn.model_config import MoEConfig as MoEConfig
+from gatedattn.model_config import RopeConfig as RopeConfig
+from gatedattn.model_config import TransformerConfig
 
 
 @dataclass(frozen=True)
@@ -263,9 +44,9 @@ class DataConfig:
     cache_dir: str = "~/.cache/gatedattn"  # prepared corpora
 
     def __post_init__(self):
-        _one_of(self, "bos", ("document", "row"))
-        _check(bool(self.source), "data.source is empty: give e.g. tfds:sotu, text:books/*.txt or synthetic:backcopy")
-        _check(0 < self.valid_fraction < 1, f"data.valid_fraction={self.valid_fraction}: must be in (0, 1)")
+        one_of(self, "bos", ("document", "row"))
+        check(bool(self.source), "data.source is empty: give e.g. tfds:sotu, text:books/*.txt or synthetic:backcopy")
+        check(0 < self.valid_fraction < 1, f"data.valid_fraction={self.valid_fraction}: must be in (0, 1)")
 
 
 @dataclass(frozen=True)
@@ -282,10 +63,10 @@ class TrainConfig:
     init_from: str = ""  # a MODEL whose parameters a new run begins with; what it lacks (a gate, say) is initialised afresh
 
     def __post_init__(self):
-        _positive(self, "steps", "batch_size", "seq_len", "microbatches", "log_every", "loss_chunk")
-        _not_negative(self, "z_loss", "seed")
-        _one_of(self, "platform", ("any", "cpu", "gpu", "tpu"))
-        _check(
+        positive(self, "steps", "batch_size", "seq_len", "microbatches", "log_every", "loss_chunk")
+        not_negative(self, "z_loss", "seed")
+        one_of(self, "platform", ("any", "cpu", "gpu", "tpu"))
+        check(
             self.batch_size % self.microbatches == 0,
             f"train.batch_size={self.batch_size} is not a multiple of train.microbatches={self.microbatches}",
         )
@@ -294,7 +75,7 @@ class TrainConfig:
             ("seed", self.seed),
             ("batch_size x seq_len", self.batch_size * self.seq_len),
         ):
-            _check(value < 2**31, f"train.{name}={value}: must be below 2^31")
+            check(value < 2**31, f"train.{name}={value}: must be below 2^31")
 
 
 @dataclass(frozen=True)
@@ -318,14 +99,14 @@ class OptimizerConfig:
     muon_momentum: float = 0.95
 
     def __post_init__(self):
-        _one_of(self, "name", ("adamw", "muon"))
-        _one_of(self, "schedule", ("cosine", "wsd", "constant"))
-        _positive(self, "learning_rate", "eps", "muon_learning_rate")
-        _not_negative(self, "warmup_steps", "end_learning_rate", "weight_decay", "clip_norm")
+        one_of(self, "name", ("adamw", "muon"))
+        one_of(self, "schedule", ("cosine", "wsd", "constant"))
+        positive(self, "learning_rate", "eps", "muon_learning_rate")
+        not_negative(self, "warmup_steps", "end_learning_rate", "weight_decay", "clip_norm")
         for name in ("b1", "b2", "muon_momentum"):
-            _check(0 <= getattr(self, name) < 1, f"optimizer.{name}={getattr(self, name)}: must be in [0, 1)")
-        _check(0 < self.decay_fraction <= 1, f"optimizer.decay_fraction={self.decay_fraction}: must be in (0, 1]")
-        _check(
+            check(0 <= getattr(self, name) < 1, f"optimizer.{name}={getattr(self, name)}: must be in [0, 1)")
+        check(0 < self.decay_fraction <= 1, f"optimizer.decay_fraction={self.decay_fraction}: must be in (0, 1]")
+        check(
             self.schedule == "constant" or self.end_learning_rate <= self.learning_rate,
             f"optimizer.end_learning_rate={self.end_learning_rate} exceeds learning_rate={self.learning_rate}: "
             f"{self.schedule} ends below its peak; lower it, or set schedule=constant",
@@ -352,11 +133,11 @@ class GuardConfig:
     rewinds: int = 3  # stop instead after so many
 
     def __post_init__(self):
-        _one_of(self, "skip", ("nonfinite", "spikes"))
-        _one_of(self, "action", ("stop", "rewind"))
-        _positive(self, "deviations", "patience")
-        _not_negative(self, "loss_rise", "grad_rise", "rewinds")
-        _check(self.window >= 4, f"guard.window={self.window}: must be at least 4 steps, a median needs some")
+        one_of(self, "skip", ("nonfinite", "spikes"))
+        one_of(self, "action", ("stop", "rewind"))
+        positive(self, "deviations", "patience")
+        not_negative(self, "loss_rise", "grad_rise", "rewinds")
+        check(self.window >= 4, f"guard.window={self.window}: must be at least 4 steps, a median needs some")
 
 
 @dataclass(frozen=True)
@@ -365,8 +146,8 @@ class ProbeConfig:
     rows: int = 8  # held-out sequences the probe looks at (the same ones each time)
 
     def __post_init__(self):
-        _not_negative(self, "every")
-        _positive(self, "rows")
+        not_negative(self, "every")
+        positive(self, "rows")
 
 
 @dataclass(frozen=True)
@@ -375,7 +156,7 @@ class EvalConfig:
     batches: int = 16  # batches of held-out rows per evaluation; 0: all of them
 
     def __post_init__(self):
-        _not_negative(self, "every", "batches")
+        not_negative(self, "every", "batches")
 
 
 @dataclass(frozen=True)
@@ -386,8 +167,8 @@ class CheckpointConfig:
     may_change: str = ""  # settings that may differ when a run goes on, besides those that always may: optimizer.clip_norm,...
 
     def __post_init__(self):
-        _not_negative(self, "every", "keep_every")
-        _positive(self, "keep")
+        not_negative(self, "every", "keep_every")
+        positive(self, "keep")
 
 
 @dataclass(frozen=True)
@@ -403,8 +184,8 @@ class MeshConfig:
     def __post_init__(self):
         sizes = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         for name, size in sizes.items():
-            _check(size == -1 or size >= 1, f"mesh.{name}={size}: must be a positive number or -1")
-        _check(
+            check(size == -1 or size >= 1, f"mesh.{name}={size}: must be a positive number or -1")
+        check(
             list(sizes.values()).count(-1) <= 1,
             f"mesh: {', '.join(n for n, s in sizes.items() if s == -1)} are all -1: only one axis may take what is left",
         )
@@ -426,15 +207,15 @@ class RunConfig:
     mesh: MeshConfig = field(default_factory=MeshConfig)
 
     def __post_init__(self):
-        _check(
+        check(
             bool(re.fullmatch(r"[\w.,:=+@ -]+", self.name)) and not self.name.startswith("."),
             f"name={self.name!r}: the run's folder is named after it; letters, digits and any of _.,:=+@- will do",
         )
-        _check(
+        check(
             self.guard.action == "stop" or self.checkpoint.every > 0,
             "guard.action=rewind with checkpoint.every=0: there would be no checkpoint to go back to; set checkpoint.every",
         )
-        _check(
+        check(
             self.data.bos == "document" or self.train.seq_len > 1,
             f"train.seq_len={self.train.seq_len} leaves no room for a token after data.bos=row: at least 2",
         )
@@ -469,7 +250,7 @@ def from_mapping(cls, mapping: Mapping, path: str = ""):
 
     Raises `ConfigError` for unknown keys (with the nearest match), wrong types and whatever the dataclass itself refuses.
     """
-    _check(isinstance(mapping, Mapping), f"{path or cls.__name__}={mapping!r}: must be a group of settings, not a value")
+    check(isinstance(mapping, Mapping), f"{path or cls.__name__}={mapping!r}: must be a group of settings, not a value")
     hints = typing.get_type_hints(cls)
     known = {f.name for f in dataclasses.fields(cls)}
     values = {}
