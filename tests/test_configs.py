@@ -1,5 +1,6 @@
 """Every recipe in configs/ with its arguments: it loads, becomes a RunConfig, and has the paper's sizes."""
 
+import dataclasses
 import importlib
 import pathlib
 
@@ -17,7 +18,7 @@ def load(recipe: str, arg: str | None = None) -> RunConfig:
 
 
 def test_all_recipes_are_found():
-    assert {"backcopy", "base", "dense1b7", "moe15b", "tiny"} <= set(RECIPES)
+    assert {"backcopy", "base", "dense1b7", "extend32k", "moe15b", "tiny"} <= set(RECIPES)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -124,6 +125,25 @@ def test_dense_recipe_follows_table_2(arg, layers, batch, lr, steps, gates):
 def test_dense_recipe_refuses_what_the_paper_has_not(arg, message):
     with pytest.raises(ConfigError, match=message):
         load("dense1b7", arg)
+
+
+@pytest.mark.parametrize(
+    "arg,layers,batch,steps,before",
+    [
+        (None, 28, 128, 19_073, "runs/dense1b7"),
+        ("variant=T2.4", 28, 256, 9_537, "runs/dense1b7-T2.4"),
+        ("layers=48,tokens=1T,gate=g1,narrow", 48, 512, 4_768, "runs/dense1b7-g1"),
+        ("smoke", 2, 8, 20, ""),
+    ],
+)
+def test_extension_goes_on_with_a_dense_model(arg, layers, batch, steps, before):
+    """80 B tokens at 32k, RoPE base 1M; a step has as many tokens as it had before, the model is otherwise the same."""
+    config, origin = load("extend32k", arg), load("dense1b7", arg)
+    assert (config.model.num_layers, config.train.batch_size, config.train.steps) == (layers, batch, steps)
+    assert config.train.init_from == before and (arg == "smoke" or f"runs/{origin.name}" == before)
+    assert config.tokens_per_step == origin.tokens_per_step and config.model.rope.theta == 1e6
+    same = dataclasses.replace(config.model, rope=origin.model.rope, max_seq_len=origin.model.max_seq_len)
+    assert same == origin.model
 
 
 def test_moe_recipe_states_the_papers_schedule():

@@ -8,7 +8,7 @@ import json
 import jax
 import pytest
 
-from configs import dense1b7, moe15b
+from configs import dense1b7, extend32k, moe15b
 from gatedattn import aot
 from gatedattn.aot.compile import TooLarge, step
 from gatedattn.aot.topologies import parse
@@ -95,3 +95,11 @@ def test_recipes_fit_and_are_divided(pod):
     largest = max(2 * 2048 * 151_936, 2 * report["params"] / 10)  # bytes: the unembedding is the largest single matrix
     made = [entry["largest_bytes"] for kind, entry in report["collectives"].items() if kind in ("all-gather", "all-reduce")]
     assert 0 < max(made) <= 1.01 * largest
+
+
+def test_sequences_of_32k_tokens_are_spread_over_chips():
+    compiled = step(recipe(extend32k, "gate=g1"), parse("v5p-128"))
+    report = compiled.report
+    assert report["temp_bytes"] < 16.9e9 and report["peak_bytes"] < 0.25 * report["hbm_bytes"]
+    tokens = jax.tree_util.tree_leaves(compiled.executable.input_shardings[0][1])
+    assert tokens and all("context" in str(sharding.spec) for sharding in tokens)
