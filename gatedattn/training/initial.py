@@ -17,6 +17,7 @@ from gatedattn.data.tokenizers import Tokenizer
 from gatedattn.gates import GateSpec
 from gatedattn.sharding import path_string
 from gatedattn.training.console import say
+from gatedattn.training.resume import flatten
 
 LAYER = r"layers/(?:(\d+)/)?(attention/gates/(\d+)/)?"  # number in the pattern, number of the gate
 
@@ -145,7 +146,7 @@ def tell(config: TransformerConfig, origin: Origin, found: Matched) -> None:
     if changed:
         say(f"  WARNING      the new gates {', '.join(dict.fromkeys(changed))} change the model from its first step; "
             "an identity start (2 sigmoid from zero) does not: g1:scale=2:zeros")  # fmt: skip
-    ours, theirs = to_mapping(config), to_mapping(origin.config)
+    ours, theirs = (flatten(to_mapping(model)) for model in (config, origin.config))
     for key, value in ours.items():
         if key not in ("gates", "dtype", "remat", "kernel", "init_std") and value != theirs.get(key):
             say(f"               model.{key} was {theirs.get(key)!r} there and is {value!r} here")
