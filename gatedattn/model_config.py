@@ -66,6 +66,7 @@ class MoEConfig:
 
 POSITIONS = ("rope", "learned", "none")
 SINKS = ("none", "learned", "off_by_one")
+ATTENTIONS = ("softmax", "sigmoid", "softpick")
 DTYPES = ("float32", "bfloat16", "float64")
 REMATS = ("none", "attn", "mlp", "full", "offload")
 PATTERN = ("window", "position", "gates", "sink")  # settings in which the layers of a pattern may differ
@@ -89,6 +90,8 @@ class TransformerConfig:
     output_bias: bool = False  # bias on the attention output projection
     window: int = 0  # attend to the last `window` tokens only, the query's own included; 0: all
     sink: str = "none"  # none | learned (a logit per head, gpt-oss) | off_by_one (that logit fixed at 0)
+    attention: str = "softmax"  # softmax | sigmoid | softpick: how scores become weights, see gatedattn.kernels.weights
+    sigmoid_length: int = 0  # n of sigmoid attention's bias -ln n: the length of the sequences it is trained on
     sdpa_norm: bool = False  # RMSNorm on each head's SDPA output (the paper's "GroupNorm" row of Table 3)
     sdpa_activation: str = "none"  # none | silu on the SDPA output, without parameters (Table 3)
     position: str = "rope"  # rope | learned | none
@@ -115,8 +118,9 @@ class TransformerConfig:
             self, "vocab_size", "d_model", "num_layers", "num_heads", "num_kv_heads", "head_dim", "ffn_dim", "max_seq_len",
             "norm_eps", "embedding_scale", "init_std",
         )  # fmt: skip
-        not_negative(self, "window", "activation_clip")
+        not_negative(self, "window", "activation_clip", "sigmoid_length")
         one_of(self, "sink", SINKS)
+        one_of(self, "attention", ATTENTIONS)
         one_of(self, "sdpa_activation", ("none", "silu"))
         one_of(self, "position", POSITIONS)
         one_of(self, "dtype", DTYPES)
@@ -140,8 +144,20 @@ class TransformerConfig:
         for spec in specs:
             if spec.in_dim > self.d_model:
                 raise ConfigError(f"gate {spec}: in_dim={spec.in_dim} exceeds d_model={self.d_model}")
+        self._check_attention()
         if self.pattern:
             self._check_pattern()
+
+    def _check_attention(self):
+        check(
+            (self.attention == "sigmoid") == (self.sigmoid_length > 0),
+            f"attention={self.attention} with sigmoid_length={self.sigmoid_length}: sigmoid attention, and nothing else, needs the n "
+            "of its bias -ln n; give it the length that the model is trained at (train.seq_len)",
+        )
+        check(
+            self.attention == "softmax" or self.sink == "none",
+            f"sink={self.sink} with attention={self.attention}: a sink logit belongs in a softmax; set sink=none",
+        )
 
     def _check_pattern(self):
         count = len(self.period)

@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from gatedattn.config import ConfigError, RopeConfig, TransformerConfig
 from gatedattn.kernels import cached
+from gatedattn.kernels.weights import Weights
 from gatedattn.layers import rope as rope_lib
 from gatedattn.sharding import constrain, map_shards
 
@@ -102,17 +103,17 @@ class LayerCache:
     padding: Int[Array, " B"]
     policy: CachePolicy
 
-    def attend(self, q, k, v, *, rope: RopeConfig | None, window: int):
+    def attend(self, q, k, v, *, rope: RopeConfig | None, window: int, weights: Weights):
         """See `gatedattn.layers.attention.Cache`. Sequences and KV heads do not mix, so that each device works on its own."""
         if self.layer is None:
-            y, lse, arrays = self._attend(q, k, v, rope, window)
+            y, lse, arrays = self._attend(q, k, v, rope, window, weights)
             return y, lse, replace(self, arrays=arrays)
 
         def on_shard(q, k, v, keys, values, sink_keys, sink_values, layer, column, padding):
             view = replace(
                 self, arrays=KVCache(keys, values, sink_keys, sink_values), layer=layer, column=column, padding=padding
             )
-            y, lse, arrays = view._attend(q, k, v, rope, window)
+            y, lse, arrays = view._attend(q, k, v, rope, window, weights)
             return y, lse, arrays.keys, arrays.values, arrays.sink_keys, arrays.sink_values
 
         a, ring = self.arrays, (".BK..",) * 4
@@ -124,7 +125,7 @@ class LayerCache:
         )
         return y, lse, replace(self, arrays=KVCache(*arrays))
 
-    def _attend(self, q, k, v, rope: RopeConfig | None, window: int):
+    def _attend(self, q, k, v, rope: RopeConfig | None, window: int, weights: Weights):
         T, n = q.shape[1], self.policy.sinks
         t = self.column + jnp.arange(T) - self.padding[:, None]  # [B, T], positions
         # Under a streaming policy, `gone` tokens are missing between the first n and the ring when query t looks. A rotated
@@ -159,7 +160,7 @@ class LayerCache:
             sink_values, values = _store_first(sink_values, new_values, self.layer, t[:, 0])
             s = jnp.broadcast_to(jnp.arange(n), (len(t), n))
             parts.append(part(turn(q, t - gone), keys, values, s, s[:, None] <= t[:, :, None]))
-        y, lse = cached.attention(parts, q.shape[-1] ** -0.5)
+        y, lse = cached.attention(parts, q.shape[-1] ** -0.5, weights)
         return y, lse, KVCache(all_keys, all_values, sink_keys, sink_values)
 
 

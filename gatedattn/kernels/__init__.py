@@ -14,6 +14,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from gatedattn.kernels import context
+from gatedattn.kernels.weights import KINDS, SOFTMAX, Weights
 from gatedattn.sharding import division, map_shards, platform
 
 SAVED = "attn"  # what a rematerialisation policy may keep by name: an attention kernel's output and log-sum-exp
@@ -28,6 +29,7 @@ class Capability:
     dtypes: tuple[str, ...] = ("bfloat16", "float16", "float32")
     segment_ids: bool = True  # packed documents do not see each other
     window: bool = True
+    weights: tuple[str, ...] = ("softmax",)
     sinks: str = "lse"  # kernel: sink logits inside it; lse: through a log-sum-exp that has a gradient; "": none
     lse: bool = True  # returns its log-sum-exp; otherwise the chunked kernel computes it, where one is asked for
     context: int = 0  # queries spread over the mesh axis `context`, each device's a multiple of this; 0: not
@@ -39,10 +41,10 @@ class Capability:
 
 CAPABILITIES = {
     "reference": Capability(
-        "reference:attention", dtypes=("bfloat16", "float16", "float32", "float64"), context=1, memory="T x T"
+        "reference:attention", dtypes=("bfloat16", "float16", "float32", "float64"), weights=KINDS, context=1, memory="T x T"
     ),
     "chunked": Capability(
-        "chunked:attention", dtypes=("bfloat16", "float16", "float32", "float64"), context=1, saved=True
+        "chunked:attention", dtypes=("bfloat16", "float16", "float32", "float64"), weights=KINDS, context=1, saved=True
     ),
     "splash": Capability(
         "splash:attention", ("tpu",), ("bfloat16", "float32"), sinks="kernel", context=128, head_dim=(8, 0), saved=True
@@ -66,6 +68,7 @@ class Request:
     segment_ids: bool = False
     window: int = 0
     sinks: bool = False
+    weights: str = "softmax"
     context: int = 1
     seq_len: int = 0
 
@@ -84,6 +87,10 @@ def refusal(kernel: str, request: Request) -> str:
         return "cannot keep packed documents apart"
     if request.window and not row.window:
         return f"has no window (model.window={request.window})"
+    if request.weights not in row.weights:
+        return f"has no {request.weights} attention"
+    if request.sinks and request.weights != "softmax":
+        return f"has no sink logits in {request.weights} attention: they belong in a softmax"
     if request.sinks and not row.sinks:
         return "has no sink logits"
     if request.context > 1 and not row.context:
@@ -133,6 +140,7 @@ def attention(
     window: int = 0,
     scale: float | None = None,
     sinks: Float[Array, " N"] | None = None,
+    weights: Weights = SOFTMAX,
     kernel: str = "auto",
     interpret: bool = False,
 ) -> tuple[Float[Array, "B T N C"], Float[Array, "B N T"]]:
@@ -141,10 +149,11 @@ def attention(
         out[t, n] = sum_s p[n, t, s] v[s, n // G],    p = softmax_s(scale q[t, n] . k[s, n // G])
 
     over the keys s <= t of t's own segment and, with `window` > 0, among the last `window` tokens (t's own included). `scale` is
-    1/sqrt(H) by default. `sinks`: a logit per head that joins the softmax and takes its share of p.
+    1/sqrt(H) by default. `sinks`: a logit per head that joins the softmax and takes its share of p. `weights`: what stands in the
+    softmax's place.
 
-    Also returns the log-sum-exp of the scores (without the sinks), float32 (float64 for float64 inputs). It is differentiable if the
-    kernel's row says `sinks="lse"`; elsewhere its gradient is refused.
+    Also returns the log-sum-exp of the scores (without the sinks), float32 (float64 for float64 inputs); for other weights their
+    `log_total`. It is differentiable if the kernel's row says `sinks="lse"`; elsewhere its gradient is refused.
 
     Under a mesh each device attends within its own sequences and KV heads. Over the mesh axis `context` the queries are divided,
     and keys and values gathered; if they divide evenly the queries are rearranged so that all devices have the same work.
@@ -159,8 +168,9 @@ def attention(
     T, axes = q.shape[1], division("T", q.shape[1])
     count = jax.sharding.get_abstract_mesh().shape[axes[0]] if axes else 1
     request = Request(
-        "" if interpret else platform(), str(q.dtype), q.shape[-1], segment_ids is not None, window, sinks is not None, count, T
-    )
+        platform="" if interpret else platform(), dtype=str(q.dtype), head_dim=q.shape[-1], segment_ids=segment_ids is not None,
+        window=window, sinks=sinks is not None, weights=weights.kind, context=count, seq_len=T,
+    )  # fmt: skip
     chosen, passed = choose(kernel, request)
     if passed:
         warnings.warn(f"attention: {chosen} in use; {'; '.join(passed)}", stacklevel=2)
@@ -168,6 +178,7 @@ def attention(
     options: dict = {"window": window, "scale": scale}
     options |= {"name": SAVED} if row.saved else {}
     options |= {"interpret": True} if interpret else {}
+    options |= {} if weights == SOFTMAX else {"weights": weights}
 
     def attend(q, k, v, segment_ids, sinks, **shard):
         inside = {"sinks": sinks} if row.sinks == "kernel" else {}

@@ -1,4 +1,4 @@
-"""Attention in blocks of queries and keys with an online softmax (arXiv 2112.05682, 2205.14135), in plain XLA.
+"""Attention in blocks of queries and keys with an online softmax (arXiv 2112.05682, 2205.14135), or other weights, in plain XLA.
 
 Runs on any platform, never holds a T x T array, skips blocks that the causal order or the window hides, and recomputes the
 scores in the backward pass. Queries of one KV group are folded into rows, [B*K, G*block, H] against [B*K, block, H], so that keys
@@ -14,12 +14,14 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from gatedattn.kernels.context import WHOLE, Shard
+from gatedattn.kernels.weights import HIDDEN, SOFTMAX, Weights
 
 BLOCK = 512
-HIDDEN = -1e30  # score of a hidden key; finite, so that a block without visible keys gives exp(-inf) = 0 rather than NaN
 
 
-def attention(q, k, v, *, segment_ids=None, window=0, scale, shard: Shard = WHOLE, name=None, block=None):
+def attention(
+    q, k, v, *, segment_ids=None, window=0, scale, shard: Shard = WHOLE, name=None, block=None, weights: Weights = SOFTMAX
+):
     """See `gatedattn.kernels.attention`."""
     B, T, N, H = q.shape
     S, K, V = v.shape[1:]
@@ -40,7 +42,7 @@ def attention(q, k, v, *, segment_ids=None, window=0, scale, shard: Shard = WHOL
     G = N // K
     segments = jnp.pad(segment_ids, ((0, 0), (0, pad))).reshape(B, -1, block).swapaxes(0, 1)
     starts = shard.positions(T + pad)[::block] // block  # the block of keys at which each block of queries stands
-    out, lse = _attention(split(q, G), split(k, 1), split(v, 1), segments, starts, scale, window, name)
+    out, lse = _attention(split(q, G), split(k, 1), split(v, 1), segments, starts, scale, window, name, weights)
     out = out.reshape(-1, B, K, G, block, V).transpose(1, 0, 4, 2, 3, 5).reshape(B, T + pad, N, V)
     lse = lse.reshape(-1, B, K, G, block).transpose(1, 2, 3, 0, 4).reshape(B, N, T + pad)
     return out[:, :T], lse[:, :, :T]
@@ -62,12 +64,12 @@ def _reach(window: int, block: int, blocks: int) -> int:
     return min(math.ceil((window - 1) / block), blocks - 1) if window else blocks - 1
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
-def _attention(q, k, v, segments, starts, scale, window, name):
-    return _forward(q, k, v, segments, starts, scale, window, name)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7, 8))
+def _attention(q, k, v, segments, starts, scale, window, name, weights):
+    return _forward(q, k, v, segments, starts, scale, window, name, weights)[0]
 
 
-def _forward(q, k, v, segments, starts, scale, window, name):
+def _forward(q, k, v, segments, starts, scale, window, name, weights):
     queries, Z, rows, _ = q.shape
     block = k.shape[2]
     reach = _reach(window, block, len(k))
@@ -77,11 +79,11 @@ def _forward(q, k, v, segments, starts, scale, window, name):
         def key_block(j, carry):
             top, total, acc = carry
             s = _scores(q, k[j], segments[i], segments[j], i, j, scale, window)
-            new_top = jnp.maximum(top, s.max(-1))
-            p = jnp.exp(s - new_top[..., None])
+            new_top = jnp.maximum(top, weights.top(s))
+            p, part = weights.terms(s, new_top)
             decay = jnp.exp(top - new_top)
             acc = acc * decay[..., None] + jnp.einsum("zqk,zkh->zqh", p.astype(v.dtype), v[j], preferred_element_type=dtype)
-            return new_top, total * decay + p.sum(-1), acc
+            return new_top, total * decay + part.sum(-1), acc
 
         # The diagonal block first: every query sees itself there, so `top` is finite before any hidden score is met.
         start = (jnp.full((Z, rows), -jnp.inf, dtype), jnp.zeros((Z, rows), dtype), jnp.zeros((Z, rows, v.shape[-1]), dtype))
@@ -89,6 +91,7 @@ def _forward(q, k, v, segments, starts, scale, window, name):
         if len(k) > 1:
             carry = lax.fori_loop(jnp.maximum(i - reach, 0), i, key_block, carry)
         top, total, acc = carry
+        total = weights.divisor(total)
         return (acc / total[..., None]).astype(v.dtype), top + jnp.log(total)
 
     if queries > 1:
@@ -100,7 +103,7 @@ def _forward(q, k, v, segments, starts, scale, window, name):
     return (out, lse), (q, k, v, segments, starts, out, lse)
 
 
-def _backward(scale, window, name, saved, cotangents):
+def _backward(scale, window, name, weights, saved, cotangents):
     q, k, v, segments, starts, out, lse = saved
     dout, dlse = cotangents
     block = k.shape[2]
@@ -112,9 +115,10 @@ def _backward(scale, window, name, saved, cotangents):
         def query_block(n, carry):
             dq, dk, dv = carry
             i = starts[n]
-            p = jnp.exp(_scores(q[n], k[j], segments[i], segments[j], i, j, scale, window) - lse[n][..., None])
+            s = _scores(q[n], k[j], segments[i], segments[j], i, j, scale, window)
+            p = weights.of(s, lse[n])
             dp = jnp.einsum("zqh,zkh->zqk", dout[n], v[j], preferred_element_type=dtype)
-            ds = (p * (dp - delta[n][..., None]) * scale).astype(q.dtype)
+            ds = (scale * weights.gradient(s, p, lse[n], dp, delta[n])).astype(q.dtype)
             dv += jnp.einsum("zqk,zqh->zkh", p.astype(q.dtype), dout[n], preferred_element_type=dtype)
             dk += jnp.einsum("zqk,zqh->zkh", ds, q[n], preferred_element_type=dtype)
             return dq.at[n].add(jnp.einsum("zqk,zkh->zqh", ds, k[j], preferred_element_type=dtype)), dk, dv

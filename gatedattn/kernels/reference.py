@@ -1,10 +1,10 @@
 """Dense attention: the definition, for tests and for attention maps. Memory grows with T x S."""
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from gatedattn.kernels.context import WHOLE, Shard
+from gatedattn.kernels.weights import SOFTMAX, Weights
 
 
 def visible(
@@ -29,8 +29,9 @@ def probabilities(
     window: int = 0,
     scale: float,
     shard: Shard = WHOLE,
+    weights: Weights = SOFTMAX,
 ) -> tuple[Float[Array, "B N T S"], Float[Array, "B N T"]]:
-    """softmax(scale q k^T) over the visible keys, and its log-sum-exp, in at least float32."""
+    """softmax(scale q k^T) over the visible keys, and its log-sum-exp, in at least float32; or other weights, and their `log_total`."""
     B, T, N, H = q.shape
     S = k.shape[1]
     dtype = jnp.promote_types(q.dtype, jnp.float32)
@@ -38,13 +39,13 @@ def probabilities(
     scores = scale * jnp.einsum("btkgh,bskh->bkgts", q, k.astype(dtype)).reshape(B, N, T, S)
     seen = visible(S, segment_ids, window, None if shard.count == 1 else shard.positions(T))
     scores = jnp.where(seen[:, None], scores, -jnp.inf)
-    return jax.nn.softmax(scores, axis=-1), jax.nn.logsumexp(scores, axis=-1)
+    return weights.dense(scores)
 
 
-def attention(q, k, v, *, segment_ids=None, window=0, scale, shard: Shard = WHOLE):
+def attention(q, k, v, *, segment_ids=None, window=0, scale, shard: Shard = WHOLE, weights: Weights = SOFTMAX):
     """See `gatedattn.kernels.attention`."""
     B, T, N, _ = q.shape
-    probs, lse = probabilities(q, k, segment_ids=segment_ids, window=window, scale=scale, shard=shard)
+    probs, lse = probabilities(q, k, segment_ids=segment_ids, window=window, scale=scale, shard=shard, weights=weights)
     probs = probs.reshape(B, v.shape[2], -1, T, v.shape[1])
     out = jnp.einsum("bkgts,bskh->btkgh", probs, v.astype(probs.dtype)).reshape(B, T, N, -1)
     return out.astype(v.dtype), lse

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Protocol
 
@@ -15,6 +16,7 @@ from gatedattn import gates as gates_lib
 from gatedattn import kernels
 from gatedattn.config import RopeConfig, TransformerConfig
 from gatedattn.gates import GateSpec
+from gatedattn.kernels.weights import Weights
 from gatedattn.layers import rope as rope_lib
 from gatedattn.layers.linear import Linear
 from gatedattn.layers.norm import RMSNorm
@@ -34,10 +36,11 @@ class Cache(Protocol):
         *,
         rope: RopeConfig | None,
         window: int,
+        weights: Weights,
     ) -> tuple[Float[Array, "B T N H"], Float[Array, "B N T"], Cache]:
         """What the attention kernel returns, over the tokens before and the T new ones, and the cache that holds both.
 
-        q and k come without rotation; `window` is the layer's own."""
+        q and k come without rotation; `window` and `weights` are the layer's own."""
 
 
 class Gate(nnx.Module):
@@ -81,6 +84,8 @@ class GatedAttention(nnx.Module):
         window: attend to the last `window` tokens, the query's own included; 0 for all.
         sink: "learned": a logit per head joins the softmax and its probability is dropped (gpt-oss); "off_by_one": that logit is
             fixed at 0 (softmax-off-by-one, evanmiller.org/attention-is-off-by-one.html). y * sigmoid(lse - logit) is the same.
+        attention: "softmax", "sigmoid" or "softpick", see `gatedattn.kernels.weights.Weights`; sigmoid attention needs
+            sigmoid_length, the n of its bias -ln n.
         sdpa_norm: RMSNorm on each head's y; sdpa_activation: "silu" on y. The paper's parameter-poor controls (Table 3).
         use_bias, output_bias: biases of the q, k, v projections and of the output projection.
         dtype, param_dtype: of the computation and of the parameters. Scores, norms and gates are float32 inside.
@@ -103,6 +108,8 @@ class GatedAttention(nnx.Module):
         rope: RopeConfig | None = RopeConfig(),
         window: int = 0,
         sink: str = "none",
+        attention: str = "softmax",
+        sigmoid_length: int = 0,
         sdpa_norm: bool = False,
         sdpa_activation: str = "none",
         use_bias: bool = False,
@@ -120,7 +127,9 @@ class GatedAttention(nnx.Module):
             vocab_size=1, ffn_dim=1, num_layers=1, d_model=d_model, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim,
             gates=gates_lib.format(specs), window=window, sink=sink, sdpa_activation=sdpa_activation, norm_eps=norm_eps,
             init_std=init_std, kernel=kernel, position="none" if rope is None else "rope", rope=rope or RopeConfig(),
+            attention=attention, sigmoid_length=sigmoid_length,
         )  # fmt: skip
+        self.weights = Weights(attention, -math.log(sigmoid_length) if sigmoid_length else 0.0)
         self.head_dim, self.rope, self.window, self.sink_kind = head_dim, rope, window, sink
         self.sdpa_activation, self.kernel = sdpa_activation, kernel
 
@@ -199,13 +208,15 @@ class GatedAttention(nnx.Module):
             q, k = (rope_lib.apply(z, positions, self.rope) for z in (q, k))
 
         with jax.named_scope("sdpa"):
-            attend = functools.partial(kernels.attention, segment_ids=segment_ids, window=self.window, kernel=self.kernel)
+            attend = functools.partial(
+                kernels.attention, segment_ids=segment_ids, window=self.window, weights=self.weights, kernel=self.kernel
+            )
             sinks = {"learned": self.sink, "off_by_one": jnp.zeros(q.shape[2], jnp.float32)}.get(self.sink_kind)
             sinks = None if sinks is None else sinks[...]
             if cache is None:
                 y, lse, *updated = attend(q, k, v, sinks=sinks)
             else:  # rotates by itself: where a key stands may depend on what was evicted
-                attend = functools.partial(cache.attend, rope=self.rope, window=self.window)
+                attend = functools.partial(cache.attend, rope=self.rope, window=self.window, weights=self.weights)
                 y, lse, *updated = attend(q, k, v)
                 y = y if sinks is None else kernels.add_sinks(y, lse, sinks)
             kept = None if sinks is None else kernels.kept(lse, sinks)
@@ -230,6 +241,7 @@ class GatedAttention(nnx.Module):
                 lse=lse,
                 kept=kept,
                 window=self.window,
+                weights=self.weights,
                 sdpa=y,
                 gated=gated,
                 scores=scores,

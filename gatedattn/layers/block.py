@@ -66,6 +66,8 @@ class GatedAttentionBlock(nnx.Module):
             rope=config.rope if config.position == "rope" else None,
             window=config.window,
             sink=config.sink,
+            attention=config.attention,
+            sigmoid_length=config.sigmoid_length,
             sdpa_norm=config.sdpa_norm,
             sdpa_activation=config.sdpa_activation,
             use_bias=config.attention_bias,

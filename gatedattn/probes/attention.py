@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from gatedattn.kernels import reference
+from gatedattn.kernels.weights import SOFTMAX
 from gatedattn.transformer import Transformer
 
 FIRST = 4  # tokens at the beginning of a document that are watched one by one
@@ -31,14 +32,16 @@ def mean(x: Float[Array, "B T *M"], weight: Bool[Array, "B T"]) -> Float[Array, 
 class Attention:
     """One layer's attention probabilities p[t, s], summed up over s in several ways, each [B, T, N] in at least float32.
 
-    q, k, lse, kept, attend: what `GatedAttention` hands to a probe. Probability that a learned sink or a softmax-off-by-one takes
-    belongs to no token: it lowers `on_first`, `on_self` and `on_previous`. `entropy` and `distance` are of the rest.
+    q, k, lse, kept, weights, attend: what `GatedAttention` hands to a probe. Probability that a learned sink or a softmax-off-by-one
+    takes belongs to no token: it lowers `on_first`, `on_self` and `on_previous`. `entropy` and `distance` are of the rest. Sigmoid
+    attention and softpick have weights that need not sum to 1: the first three show them as they are, distance is that of the weights
+    divided by their sum, and the entropy is NaN (it is no sum over the keys of what the kernel can be asked for).
     """
 
-    def __init__(self, place: Int[Array, "B T"], *, q, k, lse, kept, attend):
+    def __init__(self, place: Int[Array, "B T"], *, q, k, lse, kept, weights, attend):
         # float32 indicators would be multiplied by probabilities rounded to the values' dtype: float32 throughout.
         wide = jnp.promote_types(q.dtype, jnp.float32)
-        self.q, self.k, self.attend, self.place = q.astype(wide), k.astype(wide), attend, place
+        self.q, self.k, self.attend, self.place, self.weights = q.astype(wide), k.astype(wide), attend, place, weights
         self.lse = lse.swapaxes(1, 2)  # [B, T, N]
         self.kept = jnp.ones_like(self.lse) if kept is None else kept[..., 0]
 
@@ -53,10 +56,10 @@ class Attention:
         return self._indicated(self.place[..., None] == jnp.arange(count)) * self.kept[..., None]
 
     def _on(self, key: Float[Array, "B T K H"]) -> Float[Array, "B T N"]:
-        """Probability on one key per query: exp(score - lse)."""
+        """Probability on one key per query: exp(score - lse) in a softmax."""
         key = jnp.repeat(key, self.q.shape[2] // key.shape[2], axis=2)
         score = self.q.shape[-1] ** -0.5 * jnp.einsum("btnh,btnh->btn", self.q, key)
-        return jnp.exp(score - self.lse) * self.kept
+        return self.weights.of(score[..., None], self.lse)[..., 0] * self.kept
 
     def on_self(self) -> Float[Array, "B T N"]:
         return self._on(self.k)
@@ -67,13 +70,18 @@ class Attention:
 
     def entropy(self) -> Float[Array, "B T N"]:
         """-sum_s p ln p = lse - sum_s p[t, s] (score[t, s]), nats: the second term is the query times the mean key."""
+        if self.weights != SOFTMAX:
+            return jnp.full_like(self.lse, jnp.nan)
         mean_key = self.attend(self.q, self.k, self.k)[0]
         return self.lse - self.q.shape[-1] ** -0.5 * jnp.einsum("btnh,btnh->btn", self.q, mean_key)
 
     def distance(self) -> Float[Array, "B T N"]:
-        """How many tokens back attention lies on average: t - sum_s p[t, s] s."""
+        """How many tokens back attention lies on average: t - sum_s p[t, s] s; 0 where it lies on nothing."""
         place = self.place[..., None].astype(self.q.dtype)
-        return place - self._indicated(place)[..., 0]
+        if self.weights == SOFTMAX:
+            return place - self._indicated(place)[..., 0]
+        total, mean = jnp.moveaxis(self._indicated(jnp.concatenate([jnp.ones_like(place), place], axis=-1)), -1, 0)
+        return jnp.where(total > 0, place - mean / jnp.where(total > 0, total, 1), 0)
 
 
 def attention_maps(
@@ -87,9 +95,9 @@ def attention_maps(
     def probe(kind, **captured):
         if kind == "block":
             return {}
-        q, k, kept, window = (captured[name] for name in ("q", "k", "kept", "window"))
-        scale = q.shape[-1] ** -0.5
-        probs = reference.probabilities(q, k, segment_ids=segment_ids, window=window, scale=scale)[0]
+        q, k, kept = (captured[name] for name in ("q", "k", "kept"))
+        options = {name: captured[name] for name in ("window", "weights")}
+        probs = reference.probabilities(q, k, segment_ids=segment_ids, scale=q.shape[-1] ** -0.5, **options)[0]
         return {"map": probs if kept is None else probs * kept[..., 0].swapaxes(1, 2)[..., None]}
 
     return model.hidden(tokens, positions, segment_ids, probe=probe)[1]["probe"]["map"]

@@ -88,7 +88,7 @@ def _watch(look, model, tokens, positions, segment_ids, query_mask):
 
 
 def _attention(place, captured) -> Attention:
-    return Attention(place, **{name: captured[name] for name in ("q", "k", "lse", "kept", "attend")})
+    return Attention(place, **{name: captured[name] for name in ("q", "k", "lse", "kept", "weights", "attend")})
 
 
 def _measure(kind: str, *, place, real, queries, **captured) -> dict:

@@ -65,4 +65,7 @@ def attention_request(config: RunConfig, place: Placement) -> kernels.Request:
     """What a run will ask of an attention kernel."""
     model, ways = config.model, place.mesh.shape["context"] if place.mesh else 1
     window, sinks = max(layer.window for layer in model.period), any(layer.sink != "none" for layer in model.period)
-    return kernels.Request(place.platform, model.dtype, model.head_dim, True, window, sinks, ways, config.train.seq_len)
+    return kernels.Request(
+        platform=place.platform, dtype=model.dtype, head_dim=model.head_dim, segment_ids=True, window=window, sinks=sinks,
+        weights=model.attention, context=ways, seq_len=config.train.seq_len,
+    )  # fmt: skip

@@ -35,10 +35,11 @@ def dense(model, query_mask):
     start = np.maximum.accumulate(np.where(first, np.arange(T), 0), axis=1)
     queries = (SEGMENTS != 0) & ~first & query_mask
     result = {"bos_share": [], "attention_self": [], "attention_previous": [], "activation_max": [], "gates": []}
+    options = dict(window=model.config.window, weights=model.layers.attention.weights)
     for c in captured:
         result["activation_max"].append(np.abs(np.asarray(c["x"])[SEGMENTS != 0]).max())
         q, k = c["q"], c["k"]
-        probs, _ = reference.probabilities(q, k, segment_ids=SEGMENTS, window=model.config.window, scale=8**-0.5)
+        probs, _ = reference.probabilities(q, k, segment_ids=SEGMENTS, scale=8**-0.5, **options)
         probs = np.asarray(probs)  # [B, N, T, S]
         if c["kept"] is not None:
             probs = probs * np.asarray(c["kept"])[..., 0].swapaxes(1, 2)[..., None]
@@ -57,6 +58,8 @@ def dense(model, query_mask):
         pytest.param({"sink": "learned"}, marks=pytest.mark.slow),
         {"window": 4, "kernel": "reference"},
         {"sink": "off_by_one", "qk_norm": False},
+        {"attention": "sigmoid", "sigmoid_length": T},
+        {"attention": "softpick"},
     ],
 )
 def test_equals_dense_maps(x64, extra):
