@@ -42,7 +42,7 @@ CHOICES = {
     "sharing": ("specific", "mean", "mean_logits", "shared"),
     "op": ("multiply", "add"),
     "activation": tuple(ACTIVATIONS),
-    "source": ("hidden", "query", "self", "none"),
+    "source": ("hidden", "query", "value", "slice", "self", "none"),
     "init": ("normal", "zeros", "bias"),
 }
 ALIASES = {"sdpa": "g1", "value": "g2", "key": "g3", "query": "g4", "dense": "g5"}
@@ -63,7 +63,9 @@ class GateSpec:
     op           multiply or add.
     activation   sigmoid, silu, ns_sigmoid (0.5 + 0.5 sigmoid), tanh, softplus, identity.
     source       hidden: the layer's pre-normed input, which also feeds the q, k, v projections (the paper); query: each head's own
-                 query vector after QK-norm and before RoPE (g1 and g4 only); self: the tensor that is gated; none: a learned table,
+                 query vector after QK-norm and before RoPE (g1 and g4 only); value: all value heads of the token side by side, after
+                 their own gates (g1 only: value-state gating, arXiv 2510.09017); slice: each head's own D / M of the hidden channels
+                 (not g5; with g1:headwise, the gate of arXiv 2306.12929); self: the tensor that is gated; none: a learned table,
                  independent of the input, from zero.
     scale        multiplies the activation. scale=2 with init=zeros and a sigmoid is exactly the identity at the start.
     init         normal: W ~ N(0, 0.02^2); zeros: W = 0; bias: W normal plus a learned bias that starts at `bias`.
@@ -109,6 +111,12 @@ class GateSpec:
             _refuse(self, "sharing", "position=g5 has no heads to share over: must be specific")
         if self.source == "query" and self.position not in ("g1", "g4"):
             _refuse(self, "source", f"position={self.position} has no query head of its own: must be hidden, self or none")
+        if self.source == "value" and self.position != "g1":
+            _refuse(
+                self, "source", f"position={self.position} is not the output that values make: must be hidden, self or none"
+            )
+        if self.source == "slice" and not self.per_head:
+            _refuse(self, "source", f"position={self.position} has no heads with a slice each: must be hidden, self or none")
         if self.in_dim and self.source != "hidden":
             _refuse(self, "in_dim", "only the hidden source can be cut to its first channels: must be 0")
         if self.bias and self.init != "bias":
@@ -206,32 +214,41 @@ def is_identity(spec: GateSpec) -> bool:
     return spec.init == "zeros" and score == (1 if spec.op == "multiply" else 0)
 
 
-def parameter_shapes(spec: GateSpec, d_model: int, num_heads: int, head_dim: int) -> dict[str, tuple[int, ...]]:
-    """Shapes of the gate's parameters. `num_heads`, `head_dim`: those of the gated tensor (K heads for g2 and g3).
+def parameter_shapes(
+    spec: GateSpec, d_model: int, num_heads: int, head_dim: int, value_dim: int = 0
+) -> dict[str, tuple[int, ...]]:
+    """Shapes of the gate's parameters. `num_heads`, `head_dim`: those of the gated tensor (K heads for g2 and g3); `value_dim`: the
+    width of all value heads, K H (as many as the gated heads by default).
 
-        hidden   kernel [I, M, C] (shared: [I, C])     query, self   kernel [M, H, C] (shared: [H, C])
-        none     table  [M, C]    (shared: [C])        init=bias     bias   [M, C]    (shared: [C])
+        hidden, value   kernel [I, M, C] (shared: [I, C])     query, self, slice   kernel [M, I, C] (shared: [I, C])
+        none            table  [M, C]    (shared: [C])        init=bias            bias   [M, C]    (shared: [C])
 
-    with I = in_dim or D. For g5 there are no heads: M disappears and D takes the place of H.
+    with I = in_dim or D (hidden), K H (value), H (query, self), D / M (slice). For g5 there are no heads: M disappears and D takes
+    the place of H. Raises `ValueError` if a slice is no whole number of channels.
     """
     width = head_dim if spec.per_head else d_model
     score = (width if spec.granularity == "elementwise" else 1,)
     heads = (num_heads,) if spec.per_head and spec.sharing != "shared" else ()
     if spec.source == "none":
         return {"table": heads + score}
-    if spec.source == "hidden":
-        shapes = {"kernel": (spec.in_dim or d_model, *heads, *score)}
+    if spec.source == "slice" and d_model % num_heads:
+        raise ValueError(f"gate {spec}: d_model={d_model} cannot be cut into a slice for each of {num_heads} heads")
+    if spec.source in ("hidden", "value"):
+        width = value_dim or num_heads * head_dim if spec.source == "value" else spec.in_dim or d_model
+        shapes = {"kernel": (width, *heads, *score)}
     else:
-        shapes = {"kernel": (*heads, width, *score)}
+        shapes = {"kernel": (*heads, d_model // num_heads if spec.source == "slice" else width, *score)}
     if spec.init == "bias":
         shapes["bias"] = heads + score
     return shapes
 
 
-def init(key: Array, spec: GateSpec, d_model: int, num_heads: int, head_dim: int, dtype=jnp.float32) -> dict[str, Array]:
+def init(
+    key: Array, spec: GateSpec, d_model: int, num_heads: int, head_dim: int, dtype=jnp.float32, value_dim: int = 0
+) -> dict[str, Array]:
     """The gate's parameters at the start, in the shapes of `parameter_shapes`."""
     params = {}
-    for name, shape in parameter_shapes(spec, d_model, num_heads, head_dim).items():
+    for name, shape in parameter_shapes(spec, d_model, num_heads, head_dim, value_dim).items():
         if name == "kernel" and spec.init != "zeros":
             params[name] = INIT_STD * jax.random.normal(key, shape, dtype)
         else:
@@ -243,7 +260,8 @@ def scores(spec: GateSpec, params: Mapping[str, Array], source: Float[Array, "B 
     """The gate's scores in float32, in a shape that broadcasts against the gated tensor.
 
     Args:
-        source: [B, T, D] if the source is hidden; [B, T, M, H] if it is query or self ([B, T, D] for g5); ignored if none.
+        source: [B, T, I] if the source is hidden or value; [B, T, M, I] if it is query, slice or self ([B, T, D] for g5); ignored if
+            none. I as in `parameter_shapes`.
 
     Returns:
         [B, T, M, C] ([B, T, 1, C] when all heads share one score; [B, T, D] or [B, T, 1] for g5), without B and T if the source is none.
@@ -252,7 +270,7 @@ def scores(spec: GateSpec, params: Mapping[str, Array], source: Float[Array, "B 
         logits = params["table"].astype(jnp.float32)
     else:
         kernel = params["kernel"]
-        if spec.source == "hidden":
+        if spec.source in ("hidden", "value"):
             logits = project(source[..., : spec.in_dim or None], kernel, out_dtype=jnp.float32)
         elif spec.per_head and spec.sharing != "shared":
             like = PartitionSpec(*jax.typeof(source).sharding.spec[:3], None) if explicit() else None
@@ -263,7 +281,7 @@ def scores(spec: GateSpec, params: Mapping[str, Array], source: Float[Array, "B 
             logits = project(source, kernel, out_dtype=jnp.float32)
         if "bias" in params:
             logits = logits + params["bias"].astype(jnp.float32)
-    if spec.per_head and spec.sharing == "shared" and spec.source in ("hidden", "none"):
+    if spec.per_head and spec.sharing == "shared" and spec.source in ("hidden", "value", "none"):
         logits = logits[..., None, :]  # one score for all heads
     if spec.sharing == "mean_logits":
         logits = logits.mean(-2, keepdims=True)

@@ -144,6 +144,9 @@ class TransformerConfig:
         for spec in specs:
             if spec.in_dim > self.d_model:
                 raise ConfigError(f"gate {spec}: in_dim={spec.in_dim} exceeds d_model={self.d_model}")
+            heads = self.num_kv_heads if spec.position in ("g2", "g3") else self.num_heads
+            if spec.source == "slice" and self.d_model % heads:
+                raise ConfigError(f"gate {spec}: d_model={self.d_model} cannot be cut into a slice for each of {heads} heads")
         self._check_attention()
         if self.pattern:
             self._check_pattern()

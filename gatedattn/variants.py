@@ -117,7 +117,12 @@ def narrowed(spec: str) -> Changes:
         added = 0
         for gate in gates.parse(spec):
             gated_heads = kv_heads if gate.position in ("g2", "g3") else heads
-            added += sum(map(math.prod, gates.parameter_shapes(gate, d, gated_heads, config.head_dim).values()))
+            added += sum(
+                map(
+                    math.prod,
+                    gates.parameter_shapes(gate, d, gated_heads, config.head_dim, kv_heads * config.head_dim).values(),
+                )
+            )
         exact = width - added / (3 * d)
         if exact < 1:
             raise ConfigError(f"gate {spec} costs {added} parameters a layer, more than the FFN of width {width} can give up")

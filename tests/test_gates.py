@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from gatedattn import gates
 from gatedattn.gates import CHOICES, GateSpec
 
-B, T, D, M, H = 2, 3, 6, 4, 5
+B, T, D, M, H = 2, 3, 8, 4, 5
+VALUES = 2 * H  # two value heads
 
 
 def sigmoid(z):
@@ -43,7 +44,7 @@ def reference(spec: GateSpec, params: dict, source, y):
         if spec.source == "none":
             z = params["table"] if headless or shared else params["table"][h]
         else:
-            if spec.source == "hidden":
+            if spec.source in ("hidden", "value"):
                 x = source[b, t, : spec.in_dim] if spec.in_dim else source[b, t]
                 w = params["kernel"] if headless or shared else params["kernel"][:, h]
             else:
@@ -66,12 +67,15 @@ def make(spec: GateSpec, seed: int = 0, std: float = 0.6):
     """Random parameters (not the initial ones: zeros would hide mistakes), source and gated tensor."""
     rng = np.random.default_rng(seed)
     params = {
-        name: rng.normal(0, std, shape).astype(np.float32) for name, shape in gates.parameter_shapes(spec, D, M, H).items()
+        name: rng.normal(0, std, shape).astype(np.float32)
+        for name, shape in gates.parameter_shapes(spec, D, M, H, VALUES).items()
     }
     y = rng.normal(size=(B, T, M, H) if spec.per_head else (B, T, D)).astype(np.float32)
     hidden = rng.normal(size=(B, T, D)).astype(np.float32)
     query = rng.normal(size=(B, T, M, H)).astype(np.float32)
-    return params, {"hidden": hidden, "query": query, "self": y, "none": None}[spec.source], y
+    value = rng.normal(size=(B, T, VALUES)).astype(np.float32)
+    sources = {"hidden": hidden, "query": query, "value": value, "slice": hidden.reshape(B, T, M, -1), "self": y, "none": None}
+    return params, sources[spec.source], y
 
 
 def gated(spec, params, source, y):
@@ -83,6 +87,8 @@ def is_valid(fields: dict) -> bool:
     return not (
         (fields["position"] == "g5" and fields["sharing"] != "specific")
         or (fields["source"] == "query" and fields["position"] not in ("g1", "g4"))
+        or (fields["source"] == "value" and fields["position"] != "g1")
+        or (fields["source"] == "slice" and fields["position"] == "g5")
         or (fields.get("in_dim", 0) and fields["source"] != "hidden")
         or (fields.get("bias", 0.0) and fields.get("init") != "bias")
     )
@@ -143,6 +149,8 @@ def specs(draw, **fixed):
         fields["sharing"] = "specific"
     if fields["source"] == "query" and fields["position"] not in ("g1", "g4"):
         fields["position"] = draw(st.sampled_from(("g1", "g4")))
+    if fields["source"] == "value" or (fields["source"], fields["position"]) == ("slice", "g5"):
+        fields["position"] = "g1"
     fields.setdefault("scale", draw(st.sampled_from((0.5, 1.0, 2.0)) | st.floats(1e-3, 10)))
     if fields["init"] == "bias":
         fields["bias"] = draw(st.just(0.0) | st.floats(-3, 3, width=32))
@@ -185,7 +193,7 @@ def test_any_spec_equals_numpy(spec):
 @given(specs(op="multiply", activation="sigmoid", scale=2.0, init="zeros"))
 def test_scale_two_and_zero_init_is_the_identity(spec):
     _, x, y = make(spec)
-    params = gates.init(jax.random.key(0), spec, D, M, H)
+    params = gates.init(jax.random.key(0), spec, D, M, H, value_dim=VALUES)
     np.testing.assert_array_equal(gated(spec, params, x, y), y)
 
 
@@ -269,7 +277,9 @@ def test_unknown_value_suggests_the_nearest():
         ({"position": "g5", "sharing": "mean_logits"}, "sharing='mean_logits'", "specific"),
         ({"position": "g5", "sharing": "shared"}, "sharing='shared'", "specific"),
         *[({"position": p, "source": "query"}, "source='query'", "hidden, self or none") for p in ("g2", "g3", "g5")],
-        *[({"source": s, "in_dim": 3}, "in_dim=3", "must be 0") for s in ("query", "self", "none")],
+        *[({"position": p, "source": "value"}, "source='value'", "hidden, self or none") for p in ("g2", "g4", "g5")],
+        ({"position": "g5", "source": "slice"}, "source='slice'", "hidden, self or none"),
+        *[({"source": s, "in_dim": 3}, "in_dim=3", "must be 0") for s in ("query", "value", "slice", "self", "none")],
         *[({"init": i, "bias": 0.5}, "bias=0.5", "init=bias") for i in ("normal", "zeros")],
         ({"scale": 0}, "scale=0", "positive"),
         ({"scale": -1.0}, "scale=-1.0", "positive"),

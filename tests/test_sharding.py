@@ -35,6 +35,8 @@ def gate_specs(draw):
         fields["sharing"] = "specific"
     if fields["source"] == "query" and fields["position"] not in ("g1", "g4"):
         fields["source"] = "hidden"
+    if fields["source"] == "value" and fields["position"] != "g1" or (fields["source"], fields["position"]) == ("slice", "g5"):
+        fields["source"] = "self"
     return GateSpec(**fields)
 
 

@@ -33,7 +33,7 @@ def _inputs(path: str, config: TransformerConfig) -> int:
     """How many of a matrix's first dimensions are contracted; 0: the parameter is none that `project` multiplies by."""
     if match := re.search(r"gates/(\d+)/kernel$", path):
         spec = config.gate_specs[int(match[1])]
-        return int(spec.source == "hidden" or spec.sharing == "shared" or not spec.per_head)
+        return int(spec.source in ("hidden", "value") or spec.sharing == "shared" or not spec.per_head)
     if not re.search(LINEAR, path):
         return 0
     return 2 if path.endswith("output/kernel") else 1

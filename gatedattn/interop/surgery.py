@@ -83,9 +83,10 @@ def add_gates(
     for number, spec in enumerate(specs, start=len(before)):
         heads = config.num_kv_heads if spec.position in ("g2", "g3") else config.num_heads
         keys = jax.random.split(rngs.params(), config.num_layers)
-        fresh = jax.vmap(lambda key, s=spec, n=heads: gates_lib.init(key, s, config.d_model, n, config.head_dim, like.dtype))(
-            keys
-        )
+        values = config.num_kv_heads * config.head_dim
+        fresh = jax.vmap(
+            lambda key, s=spec, n=heads: gates_lib.init(key, s, config.d_model, n, config.head_dim, like.dtype, values)
+        )(keys)
         new |= {f"layers/attention/gates/{number}/{name}": p for name, p in fresh.items()}
     if isinstance(like, jax.Array) and isinstance(like.sharding, NamedSharding):  # a sharded model stays sharded
         new = jax.device_put(new, sharding.shardings(new, like.sharding.mesh))

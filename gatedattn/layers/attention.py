@@ -49,13 +49,22 @@ class Gate(nnx.Module):
     Args:
         d_model: D, the width of the hidden source and of the tensor that g5 gates.
         num_heads, head_dim: of the gated tensor (K heads for g2 and g3); unused by g5.
+        value_dim: the width of all value heads, K H, for the value source; num_heads * head_dim by default.
     """
 
     def __init__(
-        self, spec: str | GateSpec, *, d_model: int, num_heads: int, head_dim: int, param_dtype=jnp.float32, rngs: nnx.Rngs
+        self,
+        spec: str | GateSpec,
+        *,
+        d_model: int,
+        num_heads: int,
+        head_dim: int,
+        value_dim: int = 0,
+        param_dtype=jnp.float32,
+        rngs: nnx.Rngs,
     ):
         self.spec = spec if isinstance(spec, GateSpec) else GateSpec.parse(spec)
-        params = gates_lib.init(rngs.params(), self.spec, d_model, num_heads, head_dim, param_dtype)
+        params = gates_lib.init(rngs.params(), self.spec, d_model, num_heads, head_dim, param_dtype, value_dim)
         self.kernel, self.table, self.bias = (
             nnx.Param(params[n]) if n in params else None for n in ("kernel", "table", "bias")
         )
@@ -149,6 +158,7 @@ class GatedAttention(nnx.Module):
                 d_model=d_model,
                 num_heads=num_kv_heads if spec.position in ("g2", "g3") else num_heads,
                 head_dim=head_dim,
+                value_dim=num_kv_heads * head_dim,
                 param_dtype=param_dtype,
                 rngs=rngs,
             )
@@ -190,7 +200,15 @@ class GatedAttention(nnx.Module):
         def gate(position: str, y, query=None):
             for g in self.gates:
                 if g.spec.position == position:
-                    source = {"hidden": x, "query": query, "self": y, "none": None}[g.spec.source]
+                    match g.spec.source:
+                        case "hidden":
+                            source = x
+                        case "value":
+                            source = constrain(v, "BT..").reshape(*v.shape[:2], -1)
+                        case "slice":
+                            source = constrain(x, "BT.").reshape(*y.shape[:3], -1)
+                        case other:
+                            source = {"query": query, "self": y, "none": None}[other]
                     sources[str(g.spec)] = source
                     y, scores[str(g.spec)] = g(y, source)
             return y

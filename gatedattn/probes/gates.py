@@ -95,5 +95,5 @@ def _weight_norm(gate: Gate) -> Float[Array, " M"]:
     w = weight[...].astype(jnp.float32)
     if not spec.per_head or spec.sharing == "shared":
         return jnp.sqrt((w**2).sum())[None]
-    heads = 1 if spec.source == "hidden" else 0
+    heads = 1 if spec.source in ("hidden", "value") else 0
     return jnp.sqrt((w**2).sum([axis for axis in range(w.ndim) if axis != heads]))

@@ -19,6 +19,7 @@ FULL = CachePolicy()
 CONFIGS = {
     "hidden gates": dict(gates="g1+g2:headwise+g3:mean+g4:headwise:shared+g5:headwise"),
     "query and self gates": dict(gates="g1:query+g4:query:headwise+g2:self+g3:self:shared+g5:self"),
+    "value and slice gates": dict(gates="g1:headwise:value+g1:slice+g2:slice:headwise"),
     "input-independent gates": dict(gates="g1:none+g2:none+g3:none:headwise+g4:none:shared+g5:none:add"),
     "window": dict(window=3),
     "learned sink": dict(sink="learned", gates="none"),
@@ -60,7 +61,16 @@ def compiled(f, model, *args):
 
 
 # By default those that the cache itself must know of; the others only change what surrounds it.
-AROUND = ("linear", "biases", "learned positions", "nope", "input-independent gates", "hidden gates", "query and self gates")
+AROUND = (
+    "linear",
+    "biases",
+    "learned positions",
+    "nope",
+    "input-independent gates",
+    "hidden gates",
+    "query and self gates",
+    "value and slice gates",
+)
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in AROUND else n for n in CONFIGS])

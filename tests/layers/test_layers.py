@@ -179,6 +179,24 @@ def test_query_source_sees_the_query(x64):
     np.testing.assert_allclose(seen["gated"], np.asarray(seen["sdpa"]) * score, atol=1e-6)
 
 
+@pytest.mark.parametrize("source", ["value", "slice"])
+def test_where_rivals_gates_look(x64, source):
+    """g1:headwise:value (arXiv 2510.09017) sees the token's own values of all KV heads, also in a layer that gates them;
+    g1:headwise:slice (arXiv 2306.12929) the D / N hidden channels of the head's place."""
+    x, _ = data()
+    gates = f"g1:headwise:{source}+g2:headwise"
+    layer = GatedAttention(num_heads=N, num_kv_heads=K, head_dim=H, d_model=D, gates=gates, **F64, rngs=nnx.Rngs(0))
+    randomize(layer)
+    seen = nnx.jit(lambda layer, x: layer(x, probe=lambda kind, **c: c["scores"])[1]["probe"])(layer, x)
+    w, of_value = (np.asarray(gate.kernel[...]) for gate in layer.gates)
+    if source == "value":
+        values = np.einsum("btd,dkh->btkh", x, layer.value.kernel[...]) * sigmoid(np.einsum("btd,dkc->btkc", x, of_value))
+        logits = values.reshape(B, T, -1) @ w[..., 0]
+    else:
+        logits = np.stack([np.asarray(x)[..., 3 * n : 3 * n + 3] @ w[n, :, 0] for n in range(N)], axis=-1)
+    np.testing.assert_allclose(seen[f"g1:headwise:{source}"][..., 0], sigmoid(logits), atol=1e-6)  # scores are float32
+
+
 def test_identity_start_changes_nothing():
     x, _ = data()
     x = x.astype(jnp.float32)
@@ -235,6 +253,7 @@ def test_kernel_choice_does_not_change_the_layer():
         (dict(num_kv_heads=0), "num_kv_heads=0: must be positive"),
         (dict(num_kv_heads=3), "num_kv_heads may be 1, 2, 4"),
         (dict(gates="g1:in_dim=99"), "in_dim=99 exceeds d_model=16"),
+        (dict(gates="g1:slice", d_model=18), "d_model=18 cannot be cut into a slice for each of 4 heads"),
         (dict(gates=5), "gates=5: must be a short form"),
         (dict(kernel="flash"), "kernel='flash'"),
     ],
