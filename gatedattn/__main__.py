@@ -248,6 +248,58 @@ def harness(args):
 
 
 @command(
+    "RULER: retrieval, tracing and counting in long contexts; a score a length, as in the paper's Table 5",
+    argument(
+        "models", nargs="+", metavar="MODEL", help="a run, a checkpoint, a converted or Hugging Face folder, a .gguf file"
+    ),
+    argument("--lengths", type=numbers, default=[4096], help="tokens of context, prompt and answer together (4096)"),
+    argument("--tasks", type=lambda text: text.split(","), default=(), help="comma-separated (all 13 that have their file)"),
+    argument("--samples", type=int, default=500, help="of each task and length (500)"),
+    argument("--seed", type=int, default=42),
+    argument("--out", default="runs/ruler", help="the folder to write to (runs/ruler); what is in it is not done again"),
+    argument("--names", type=lambda text: text.split(","), default=(), help="what to call the models, comma-separated"),
+    argument("--haystack", metavar="GLOB", help="text files to hide needles in (State of the Union speeches)"),
+    argument("--qa_1", "--qa-1", metavar="FILE", help="questions in SQuAD's JSON form; without it qa_1 is left out"),
+    argument("--qa_2", "--qa-2", metavar="FILE", help="questions in HotpotQA's JSON form; without it qa_2 is left out"),
+    argument("--batch_size", "--batch-size", type=int, default=8, help="prompts at a time, fewer if they are long (8)"),
+    ROPE,
+)
+def ruler(args):
+    from gatedattn.analysis.write import name_apart
+    from gatedattn.config import ConfigError, suggest
+    from gatedattn.evaluation import ruler as lib
+
+    files = {task: path for task in ("qa_1", "qa_2") if (path := getattr(args, task))}
+    for task in args.tasks:
+        if task not in lib.TASKS:
+            raise ConfigError(f"--tasks: there is no {task}{suggest(task, lib.TASKS)}; there is: {', '.join(lib.TASKS)}")
+        if task.startswith("qa") and task not in files:
+            raise ConfigError(f"--tasks: {task} takes --{task}=FILE")
+    tasks = [task for task in lib.TASKS if (task in args.tasks if args.tasks else not task.startswith("qa") or task in files)]
+    if not args.tasks and len(files) < 2:
+        missing = " and ".join(task for task in ("qa_1", "qa_2") if task not in files)
+        print(
+            f"[ruler] left out: {missing} (give --qa_1=FILE in SQuAD's, --qa_2=FILE in HotpotQA's JSON form)", file=sys.stderr
+        )
+    for name in ("samples", "batch_size"):
+        if getattr(args, name) < 1:
+            raise ConfigError(f"--{name}={getattr(args, name)}: must be at least 1")
+    names = args.names or name_apart(args.models)
+    if len(set(names)) != len(args.models):
+        raise ConfigError(f"--names: {len(args.models)} models take as many different names, or none")
+    material = lib.Material.read(args.haystack, files)
+    settings = {"seed": args.seed, "haystack": material.essay.digest}
+    settings |= {task: questions.digest for task, questions in material.questions.items()}
+    book = lib.Book(args.out, settings)
+    options = dict(tasks=tasks, lengths=sorted(set(args.lengths)), samples=args.samples, seed=args.seed)
+    for name, path in zip(names, args.models):
+        model, tokenizer = load_with_tokenizer(path, to_read="tasks", rope=args.rope)
+        lib.evaluate(model, tokenizer, material, book, name=name, batch_size=args.batch_size, **options)
+        del model
+    print(book.write(), end="")
+
+
+@command(
     "a corpus tokenized and packed once, for any number of runs and hosts; the same command goes on after a kill",
     argument("source", metavar="SOURCE", help="tfds:NAME or text:GLOB"),
     argument("folder", metavar="DIR", help="where it goes; train with --config.data.source=prepared:DIR"),
