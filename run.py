@@ -77,9 +77,14 @@ def train(config: RunConfig, workdir: Path) -> None:
 
         source = models.open_model(config.train.init_from)
         origin = loop.Origin(config.train.init_from, source.config, source.params, source.tokenizer)
+    evaluators = None
+    if config.eval.tasks:
+        from gatedattn.evaluation import midway
+
+        evaluators = midway.build
     compiler.cache_compilations()
     try:
-        result = loop.train(config, workdir, origin=origin)
+        result = loop.train(config, workdir, origin=origin, evaluators=evaluators)
     except (loop.Diverged, loop.NotSaved) as error:
         fail(str(error), 1)
     if result.signum:

@@ -154,9 +154,18 @@ class ProbeConfig:
 class EvalConfig:
     every: int = 250  # steps between evaluations; 0: only after the last step
     batches: int = 16  # batches of held-out rows per evaluation; 0: all of them
+    # What else is measured, separated by ";": "perplexity:books=books/*.txt; harness:hellaswag,arc_easy; ruler:niah_single_1,vt@4096"
+    tasks: str = ""
+    tasks_every: int = 0  # steps between these, a multiple of `every`; 0: at every evaluation
+    limit: int = 100  # items of a harness task, samples of a RULER task; 0: all (RULER: 500)
+    include_path: str = ""  # a folder with harness tasks of one's own
 
     def __post_init__(self):
-        not_negative(self, "every", "batches")
+        not_negative(self, "every", "batches", "tasks_every", "limit")
+        check(
+            not self.tasks_every or self.every > 0 and self.tasks_every % self.every == 0,
+            f"eval.tasks_every={self.tasks_every}: must be a multiple of eval.every={self.every}, or 0 for every evaluation",
+        )
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from gatedattn.config import ConfigError
 from gatedattn.data.tokenizers import Tokenizer
 from gatedattn.evaluation.perplexity import token_losses
 from gatedattn.inference import Generator, Sampling
+from gatedattn.sharding import constrain
 from gatedattn.transformer import Transformer
 
 try:
@@ -38,7 +39,7 @@ def _score(params, batch, *, graphdef):
     model = nnx.merge(graphdef, params)
     hidden, _ = model.hidden(batch["tokens"], batch["positions"], batch["segment_ids"])
     loss, least = token_losses(hidden, model.unembedding(), batch["targets"])
-    return -loss, loss <= least
+    return constrain(-loss, ".."), constrain(loss <= least, "..")  # whole on every process
 
 
 class HarnessModel(TemplateLM):
@@ -64,6 +65,10 @@ class HarnessModel(TemplateLM):
         super().__init__()
         self.text, self.max_length = tokenizer, max_length or model.config.max_seq_len
         self.batch_tokens, self.batch_size = max(batch_tokens, SHORT), batch_size
+        self.renew(model)
+
+    def renew(self, model: Transformer) -> None:
+        """Go on with other parameters of the same model: nothing is compiled anew."""
         self.model = model
         self.graphdef, params = nnx.split(model)
         self.params = nnx.as_pure(params)
@@ -193,12 +198,35 @@ def _before(text: str, ends: Sequence[str]) -> str:
     return text[: min((at for end in ends if end and (at := text.find(end)) >= 0), default=len(text))]
 
 
-def evaluate(model: HarnessModel, tasks: Sequence[str], *, include_path: str | None = None, **options) -> dict:
-    """lm_eval's results of these tasks; `include_path`: a folder with task files of one's own. Raises `ConfigError` for tasks that
-    there are not."""
-    from lm_eval.tasks import TaskManager
+class Tasks:
+    """Tasks by name, looked up once. `include_path`: a folder with task files of one's own. Raises `ConfigError` for tasks that there
+    are not."""
 
-    manager = TaskManager(include_path=include_path)
-    if unknown := [task for task in tasks if not manager.match_tasks([task])]:
-        raise ConfigError(f"--tasks: lm_eval knows no {', '.join(unknown)}; `lm_eval ls tasks` lists them")
-    return lm_eval.simple_evaluate(model, tasks=list(tasks), task_manager=manager, bootstrap_iters=0, **options)
+    def __init__(self, names: Sequence[str], include_path: str | None = None):
+        from lm_eval.tasks import TaskManager
+
+        self.names, self.manager = list(names), TaskManager(include_path=include_path)
+        if unknown := [task for task in self.names if not self.manager.match_tasks([task])]:
+            raise ConfigError(f"tasks: lm_eval knows no {', '.join(unknown)}; `lm_eval ls tasks` lists them")
+
+    def generating(self) -> list[str]:
+        """Those that take text from the model, rather than log-likelihoods. Reads all the tasks' data."""
+        from lm_eval.tasks import get_task_dict
+
+        found, stack = [], [get_task_dict(self.names, self.manager)]
+        while stack:
+            for name, task in stack.pop().items():
+                if isinstance(task, dict):
+                    stack.append(task)
+                elif task.OUTPUT_TYPE == "generate_until":
+                    found.append(str(name))
+        return found
+
+    def evaluate(self, model: HarnessModel, **options) -> dict:
+        """lm_eval's results."""
+        return lm_eval.simple_evaluate(model, tasks=self.names, task_manager=self.manager, bootstrap_iters=0, **options)
+
+
+def evaluate(model: HarnessModel, tasks: Sequence[str], *, include_path: str | None = None, **options) -> dict:
+    """lm_eval's results of these tasks, see `Tasks`."""
+    return Tasks(tasks, include_path).evaluate(model, **options)

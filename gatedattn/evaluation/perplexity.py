@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import glob
 import math
@@ -15,16 +16,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Float64, Int
 from tqdm import tqdm
 
 from gatedattn.config import ConfigError
 from gatedattn.data.sources import read_text
 from gatedattn.data.tokenizers import Tokenizer
 from gatedattn.linear import project
+from gatedattn.sharding import constrain
 from gatedattn.training.evaluate import perplexity
 from gatedattn.transformer import Transformer
 
+AHEAD = 4  # batches that the device may be ahead of the host
 CHUNK = 256  # tokens of each row whose float32 logits exist at one time
 
 
@@ -108,7 +111,79 @@ def token_losses(
 def _batch_losses(params, batch, *, graphdef):
     model = nnx.merge(graphdef, params)
     hidden, _ = model.hidden(batch["tokens"], batch["positions"], batch["segment_ids"])
-    return token_losses(hidden, model.unembedding(), batch["targets"])[0]
+    return constrain(token_losses(hidden, model.unembedding(), batch["targets"])[0], "..")  # whole on every process
+
+
+class Windows:
+    """Texts, each a document that begins with BOS, as `packed` batches of windows; tells what it has read of them."""
+
+    def __init__(self, tokenizer: Tokenizer, texts: Iterable[str], length: int, stride: int, batch: int):
+        self.tokenizer, self.texts, self.length, self.stride, self.batch = tokenizer, texts, length, stride, batch
+        self.text_bytes = self.documents = 0
+
+    def __iter__(self) -> Iterator[dict[str, np.ndarray]]:
+        return packed(self._encoded(), self.length, self.stride, self.batch)
+
+    def _encoded(self) -> Iterator[np.ndarray]:
+        for text in self.texts:
+            self.text_bytes += len(text.encode())
+            self.documents += 1
+            yield np.concatenate([[self.tokenizer.bos_id], self.tokenizer.encode(text)])
+
+
+def losses(
+    model: Transformer, batches: Iterable[dict[str, np.ndarray]], progress: str = ""
+) -> tuple[Float64[np.ndarray, "P"], Int[np.ndarray, "P"]]:
+    """Sums of losses and numbers of targets with 1, 2-3, 4-7, ... tokens before them. The device is some batches ahead of what is read."""
+    graphdef, params = nnx.split(model)
+    params, sums, counts = nnx.as_pure(params), np.zeros(64), np.zeros(64, np.int64)
+    waiting: collections.deque = collections.deque()
+    with tqdm(unit="token", unit_scale=True, desc=progress, disable=None if progress else True, file=sys.stderr) as bar:
+
+        def read() -> None:
+            rows, found = waiting.popleft()
+            found = np.asarray(found, np.float64)
+            seen = np.log2(rows["positions"][rows["count"]] + 1).astype(int)
+            sums[:] += np.bincount(seen, found[rows["count"]], 64)
+            counts[:] += np.bincount(seen, minlength=64)
+            bar.update(int(rows["count"].sum()))
+
+        for rows in batches:
+            waiting.append((rows, _batch_losses(params, rows, graphdef=graphdef)))
+            if len(waiting) > AHEAD:
+                read()
+        while waiting:
+            read()
+    return sums, counts
+
+
+def summary(found: tuple[np.ndarray, np.ndarray], windows: Windows) -> dict:
+    """What `measure` returns, of `losses`. Raises `ConfigError` if there was no token."""
+    sums, counts = found
+    total, tokens = float(sums.sum()), int(counts.sum())
+    if not tokens:
+        raise ConfigError(f"{windows.documents} documents without a token: nothing to measure")
+    loss = total / tokens
+    positions = [
+        {
+            "from": 2**i,
+            "to": min(2 ** (i + 1) - 1, windows.length),
+            "tokens": int(counts[i]),
+            "loss": float(sums[i] / counts[i]),
+        }
+        for i in np.flatnonzero(counts).tolist()
+    ]
+    return {
+        "loss": loss,
+        "perplexity": perplexity(loss),
+        "bits_per_byte": total / math.log(2) / windows.text_bytes,
+        "tokens": tokens,
+        "text_bytes": windows.text_bytes,
+        "documents": windows.documents,
+        "length": windows.length,
+        "stride": windows.stride,
+        "by_position": positions,
+    }
 
 
 def measure(
@@ -148,43 +223,8 @@ def measure(
         raise ConfigError(
             f"the tokenizer has {tokenizer.vocab_size} ids, the model {config.vocab_size}: they do not belong together"
         )
-    graphdef, params = nnx.split(model)
-    params, text_bytes, documents = nnx.as_pure(params), 0, 0
-
-    def encoded():
-        nonlocal text_bytes, documents
-        for text in texts:
-            text_bytes += len(text.encode())
-            documents += 1
-            yield np.concatenate([[tokenizer.bos_id], tokenizer.encode(text)])
-
-    sums, counts = np.zeros(64), np.zeros(64, np.int64)
-    with tqdm(unit="token", unit_scale=True, desc=progress, disable=None if progress else True, file=sys.stderr) as bar:
-        for rows in packed(encoded(), length, stride, batch):
-            losses = np.asarray(_batch_losses(params, rows, graphdef=graphdef), np.float64)
-            seen = np.log2(rows["positions"][rows["count"]] + 1).astype(int)
-            sums += np.bincount(seen, losses[rows["count"]], 64)
-            counts += np.bincount(seen, minlength=64)
-            bar.update(int(rows["count"].sum()))
-    total, tokens = float(sums.sum()), int(counts.sum())
-    if not tokens:
-        raise ConfigError(f"{documents} documents without a token: nothing to measure")
-    loss = total / tokens
-    positions = [
-        {"from": 2**i, "to": min(2 ** (i + 1) - 1, length), "tokens": int(counts[i]), "loss": float(sums[i] / counts[i])}
-        for i in np.flatnonzero(counts).tolist()
-    ]
-    return {
-        "loss": loss,
-        "perplexity": perplexity(loss),
-        "bits_per_byte": total / math.log(2) / text_bytes,
-        "tokens": tokens,
-        "text_bytes": text_bytes,
-        "documents": documents,
-        "length": length,
-        "stride": stride,
-        "by_position": positions,
-    }
+    read = Windows(tokenizer, texts, length, stride, batch)
+    return summary(losses(model, read, progress), read)
 
 
 def average(results: Sequence[dict]) -> dict:

@@ -34,13 +34,13 @@ KINDS = (
 
 
 class Source(NamedTuple):
-    """A model, opened. `params`: by path, arrays or what reads itself when it is indexed. `trained`: tokens in a row of its training,
-    as far as is known."""
+    """A model, opened. `params`: by path, arrays or what reads itself when it is indexed. `trained`: tokens in a row of its training;
+    0 if that is not known."""
 
     config: TransformerConfig
     params: Mapping
     tokenizer: tokenizers.Tokenizer | None
-    trained: int
+    trained: int = 0
 
 
 def load_model(
@@ -53,7 +53,7 @@ def load_model(
     project cannot compute.
     """
     source = open_model(path)
-    config = lengthen(source.config, rope, source.trained) if rope else source.config
+    config = lengthen(source.config, rope, source.trained or _reach(source.config)) if rope else source.config
     return build(config, source.params, mesh=mesh, param_dtype=param_dtype), source.tokenizer
 
 
@@ -77,17 +77,16 @@ def open_model(path: str | Path) -> Source:
     if (path / "checkpoints").is_dir():
         return _open_run(path)
     if "model_type" in about:
-        config, params = huggingface.open_folder(path)
-        return Source(config, params, _tokenizer(huggingface.tokenizer, path), _trained(config))
+        return Source(*huggingface.open_folder(path), _tokenizer(huggingface.tokenizer, path))
     raise ConfigError(f"{path}/config.json describes no finished model (no checkpoints/, no model_type): MODEL must be {KINDS}")
 
 
 def _open_gguf(path: Path) -> Source:
     config, params, file = gguf.open_file(path)
-    return Source(config, params, _tokenizer(gguf.tokenizer, file), _trained(config))
+    return Source(config, params, _tokenizer(gguf.tokenizer, file))
 
 
-def _trained(config: TransformerConfig) -> int:
+def _reach(config: TransformerConfig) -> int:
     """The length that the weights are for: what an extension that is already in the settings extends, or all that they read."""
     return config.max_seq_len if config.rope.scaling == "none" else config.rope.original_max_len
 
@@ -117,7 +116,7 @@ def _open_converted(path: Path, about: dict) -> Source:
     tokenizer = tokenizers.load(path)
     if tokenizer is not None:
         tokenizer.set_special(about.get("bos_id"), about.get("eos_ids"))
-    return Source(config, params, tokenizer, _trained(config))
+    return Source(config, params, tokenizer)
 
 
 def _open_run(path: Path, step: int | None = None) -> Source:

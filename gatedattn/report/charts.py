@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -19,6 +20,7 @@ def charts(runs: Sequence[Run]) -> dict[str, go.Figure]:
     made = {
         "Training loss (nats); crosses: loss spikes": loss(runs),
         "Held-out loss (nats)": held_out(runs),
+        "Other evaluations": tasks(runs),
         "Attention on the first token: mean over heads, dashed: the head with most": sinks(runs),
         "Gate score: mean, dashed: share below 0.1, dotted: share above 0.9": gates(runs),
         "Largest |activation| of any layer": activations(runs),
@@ -82,6 +84,20 @@ def held_out(runs: Sequence[Run]) -> go.Figure:
             lines = [line for line in run.evals if line["set"] == name]
             label = run.name if dash == "solid" else f"{run.name}, {name}"
             _line(figure, *run.series(lines, "loss"), label, number, dash)
+    figure.update_traces(mode="lines+markers")
+    return figure
+
+
+def tasks(runs: Sequence[Run]) -> go.Figure:
+    """What `eval.tasks` measured: a line for each metric of each task, standard errors and what follows from the loss left out."""
+    figure = _figure()
+    besides = ("step", "seconds", "tokens", "perplexity", "bits_per_byte")
+    for number, run in enumerate(runs):
+        found = {(line["task"], key) for line in run.tasks for key, value in line.items() if isinstance(value, (int, float))}
+        found = sorted((t, k) for t, k in found if k not in besides and "stderr" not in k)
+        for (task, key), dash in zip(found, itertools.cycle(DASHES)):
+            lines = [line for line in run.tasks if line["task"] == task]
+            _line(figure, *run.series(lines, key), f"{run.name}, {task}, {key}", number, dash)
     figure.update_traces(mode="lines+markers")
     return figure
 

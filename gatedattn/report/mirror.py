@@ -22,7 +22,7 @@ def events(folder: Path, sent: dict[str, int]) -> Iterator[dict]:
     for name in ("metrics.jsonl", "eval.jsonl", "heads.jsonl"):
         lines = read_lines(folder / name)
         for line in lines[sent.get(name, 0) :]:
-            group = {"metrics.jsonl": "train", "heads.jsonl": "heads"}.get(name) or f"eval/{line['set']}"
+            group = {"metrics.jsonl": "train", "heads.jsonl": "heads"}.get(name) or f"eval/{line.get('set') or line['task']}"
             values: dict = {"step": line["step"]}
             for key, value in line.items():
                 if isinstance(value, dict):  # several gates

@@ -30,7 +30,8 @@ class Run:
     tokens_per_step: int
     metrics: list[dict]
     heads: list[dict]
-    evals: list[dict]
+    evals: list[dict]  # of held-out text
+    tasks: list[dict]  # of what eval.tasks names
     curve: spikes.Curve
     events: list[spikes.Spike]
 
@@ -45,13 +46,14 @@ class Run:
         metrics = read_lines(path / "metrics.jsonl")
         if not metrics:
             raise ConfigError(f"{path} has no metrics.jsonl yet: nothing to report")
+        evals = read_lines(path / "eval.jsonl")
         points = [(line["step"], line["loss"]) for line in metrics if "loss" in line]
         curve = spikes.Curve.of(name, *np.array(points, float).reshape(-1, 2).T)
         mapping = to_mapping(config)
         return cls(
             name, path, flat(mapping), flat({k: v for k, v in whole.items() if k not in mapping}), config.model.layer_gates,
-            config.tokens_per_step, metrics, read_lines(path / "heads.jsonl"), read_lines(path / "eval.jsonl"), curve,
-            spikes.detect(curve),
+            config.tokens_per_step, metrics, read_lines(path / "heads.jsonl"), [line for line in evals if "set" in line],
+            [line for line in evals if "task" in line], curve, spikes.detect(curve),
         )  # fmt: skip
 
     def series(self, lines: list[dict], key: str) -> tuple[list[int], list[float]]:

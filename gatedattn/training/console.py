@@ -67,6 +67,13 @@ def banner(config: RunConfig, workdir, counts: dict, data: dict, about: dict) ->
     say(f"  vocabulary   {data['vocab_size']} ids; knowing only their frequencies gives loss {data['unigram_entropy']:.3f}")
 
 
+def results(line: dict) -> str:
+    """What a line of `eval.tasks` says."""
+    if "error" in line:
+        return f"WARNING: failed: {line['error']}"
+    return ", ".join(f"{key} {value:.4g}" for key, value in line.items() if key not in ("step", "task", "tokens"))
+
+
 class Progress:
     """Progress of the steps: a bar on a terminal, a line per logged step elsewhere."""
 
@@ -90,6 +97,9 @@ class Progress:
             say(f"step {line['step']}/{self.steps}  {text}")
 
     def evaluation(self, line: dict) -> None:
+        if "task" in line:
+            say(f"step {line['step']}/{self.steps}  {line['task']}: {results(line)}")
+            return
         text = f"loss {line['loss']:.4f}, perplexity {line['perplexity']:.4g}"
         text += f", {line['bits_per_byte']:.3f} bits per byte" if "bits_per_byte" in line else ""
         say(f"step {line['step']}/{self.steps}  held out {line['set']}: {text}")

@@ -14,12 +14,14 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from flax import nnx
 from jaxtyping import PyTree
 
 from gatedattn import data as data_lib
 from gatedattn import transformer
 from gatedattn.config import ConfigError, RunConfig, to_mapping
 from gatedattn.data import Data
+from gatedattn.data.tokenizers import Tokenizer
 from gatedattn.training import compiler, console, evaluate, guard, initial, recorder, resume
 from gatedattn.training import step as steps
 from gatedattn.training import workdir as workdir_lib
@@ -60,8 +62,16 @@ class Result:
     signum: int | None = None
 
 
+# The evaluations that `eval.tasks` names: of a model's parameters in its module, lines of eval.jsonl without their step.
+Evaluators = Sequence[Callable[[nnx.Module], list[dict]]]
+
+
 def train(
-    config: RunConfig, workdir: str | Path, devices: Sequence[jax.Device] | None = None, origin: Origin | None = None
+    config: RunConfig,
+    workdir: str | Path,
+    devices: Sequence[jax.Device] | None = None,
+    origin: Origin | None = None,
+    evaluators: Callable[[RunConfig, Tokenizer], Evaluators] | None = None,
 ) -> Result:
     """Train to `train.steps`, on all devices or those given.
 
@@ -71,14 +81,15 @@ def train(
     and saved.
 
     Raises `ConfigError` before anything is compiled if the run cannot start (a new one with `config.train.init_from` needs its
-    `origin`: the caller opens it, since formats are known further up), `Diverged` after `guard.patience` bad steps in a
+    `origin`, any with `config.eval.tasks` its `evaluators`: the caller brings them, since formats and evaluations are known further up),
+    `Diverged` after `guard.patience` bad steps in a
     row, `NotSaved` if the last checkpoint could not be written.
     """
     workdir = Path(workdir)
     with workdir_lib.opened(workdir):
         data, place, about = prepare(config, workdir, devices)
         with place.scope(), Checkpoints(workdir, config.checkpoint) as checkpoints:
-            return _Run(config, workdir, data, place, about, checkpoints, origin).train()
+            return _Run(config, workdir, data, place, about, checkpoints, origin, evaluators).train()
 
 
 def evaluate_checkpoint(config: RunConfig, workdir: str | Path, devices: Sequence[jax.Device] | None = None) -> list[dict]:
@@ -103,10 +114,15 @@ def evaluate_checkpoint(config: RunConfig, workdir: str | Path, devices: Sequenc
 class _Run:
     """The parts of one run, and what happens to them in order."""
 
-    def __init__(self, config, workdir, data, place, about, checkpoints, origin):
+    def __init__(self, config, workdir, data, place, about, checkpoints, origin, evaluators):
         self.config, self.workdir, self.data = config, workdir, data
         self.place, self.about, self.checkpoints = place, about, checkpoints
         self.origin, self.steps = origin, config.train.steps
+        if config.eval.tasks and evaluators is None:
+            raise ConfigError(
+                f"eval.tasks={config.eval.tasks}: loop.train needs its `evaluators` (gatedattn.evaluation.midway.build)"
+            )
+        self.evaluators = evaluators(config, data.tokenizer) if evaluators and config.eval.tasks else ()
         self.passed_over = resume.PassedOver(workdir)
         self.saved_about = {"tokenizer": data.tokenizer.fingerprint, "data": data.fingerprint}
         self.eval_step = jax.jit(steps.make_eval_step(config), out_shardings=place.everywhere)
@@ -349,11 +365,17 @@ class _Run:
         self.told = int(watch.bad)
 
     def evaluate(self, step: int, state: steps.TrainState) -> None:
-        """Held-out loss; nothing if a signal comes before the end, to be made up for when the run goes on."""
-        batches, stop = self.config.eval.batches, lambda: self.interrupt.signum is not None
-        lines = evaluate.evaluate(self.eval_step, state.params, self.data, self.place, batches, stop)
+        """Held-out loss, and what `eval.tasks` names; nothing if a signal comes before the end, to be made up for when the run goes on."""
+        config, stop = self.config.eval, lambda: self.interrupt.signum is not None
+        lines = evaluate.evaluate(self.eval_step, state.params, self.data, self.place, config.batches, stop)
         if lines is None:
             return
+        if self.evaluators and (step == self.steps or not config.tasks_every or _due(config.tasks_every, step)):
+            model = nnx.merge(steps.graph(self.config.model), state.params)
+            for evaluator in self.evaluators:
+                lines += evaluator(model)
+                if stop():
+                    return
         self.last["eval"] = [{"step": step} | line for line in lines]
         for line in self.last["eval"]:
             self.recorder.evaluation(line)
@@ -368,6 +390,9 @@ class _Run:
     def summarize(self) -> None:
         say("finished")
         for line in self.last.get("eval", ()):  # absent where a run only made up for its last probe
+            if "task" in line:
+                say(f"  {line['task']:<15} {console.results(line)}")
+                continue
             bits = f", {line['bits_per_byte']:.3f} bits per byte" if "bits_per_byte" in line else ""
             say(f"  held-out loss   {line['loss']:.4f} ({line['set']}){bits}")
         if heads := self.last.get("heads"):

@@ -136,9 +136,9 @@ class Recorder:
         self._scalars("train", line, line["step"])
 
     def evaluation(self, line: dict) -> None:
-        """One line of eval.jsonl; must hold "step" and "set"."""
+        """One line of eval.jsonl; must hold "step", and "set" (of held-out text) or "task"."""
         self._line("eval.jsonl", line)
-        self._scalars(f"eval/{line['set']}", line, line["step"])
+        self._scalars(f"eval/{line.get('set') or line['task']}", line, line["step"])
 
     def bad_step(self, line: dict) -> None:
         """One line of bad_steps.jsonl; must hold "step"."""
