@@ -385,6 +385,17 @@ def test_the_command(model, tokenizer, tmp_path, capsys, monkeypatch):
         assert fault in capsys.readouterr().err
 
 
+def test_a_model_is_known_again(model, tokenizer):
+    print_ = run.fingerprint(model, tokenizer)
+    assert print_ == run.fingerprint(model, tokenizer)
+    graphdef, params = nnx.split(model)
+    other = nnx.merge(graphdef, jax.tree.map(lambda x: x + 1e-3, params))
+    assert run.fingerprint(other, tokenizer) != print_ != run.fingerprint(model, tokenizers.Bytes())
+    new = {"a": 1, "b": {"c": 2, "d": 3}, "e": 0}, {"a": 0, "b": {"c": 1, "d": 3}, "e": 0}
+    old = {"a": 1, "b": {"c": 2}}, {"a": 0, "b": {"c": 1}}
+    assert run.chosen(*new) == run.chosen(*old) == {"a": 1, "b": {"c": 2}}
+
+
 def test_the_table_is_the_papers():
     scores = {"vt": {"4096": {"score": 90.0, "samples": 5}, "8192": {"score": 80.0, "samples": 5}}}
     two = scores | {"fwe": {"4096": {"score": 95.5, "samples": 3}}}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Sequence
 from itertools import islice
@@ -11,7 +12,7 @@ import numpy as np
 from flax import nnx
 from tqdm import tqdm
 
-from gatedattn.config import ConfigError
+from gatedattn.config import ConfigError, TransformerConfig, to_mapping
 from gatedattn.data.cache import digest
 from gatedattn.data.tokenizers import Tokenizer
 from gatedattn.evaluation.ruler.book import Book
@@ -117,7 +118,14 @@ def record(sample: Sample, text: str, task: Task) -> dict:
 
 
 def fingerprint(model: Transformer, tokenizer: Tokenizer) -> str:
-    """Differs between models: of the configuration, the tokenizer, and 64 values of each parameter."""
+    """Differs between models: of the settings that are not the defaults, the tokenizer, and 64 values of each parameter."""
     leaves = [leaf.reshape(-1) for leaf in jax.tree.leaves(nnx.as_pure(nnx.state(model)))]
     values = [np.asarray(leaf[:: max(1, leaf.size // 64)]).tobytes() for leaf in leaves]
-    return digest(repr(model.config), tokenizer.fingerprint, *values)
+    settings = chosen(to_mapping(model.config), to_mapping(TransformerConfig()))
+    return digest(json.dumps(settings, sort_keys=True), tokenizer.fingerprint, *values)
+
+
+def chosen(settings: dict, defaults: dict) -> dict:
+    """What is not as by default, so that a setting that comes to be later does not make another model of this one."""
+    changed = {name: value for name, value in settings.items() if value != defaults[name]}
+    return {name: chosen(value, defaults[name]) if isinstance(value, dict) else value for name, value in changed.items()}
