@@ -23,7 +23,7 @@ from gatedattn.evaluation.perplexity import text_sets, texts
 from gatedattn.inference.scoring import score
 from gatedattn.interop import models
 
-BINS = 64  # of the tokens, on the figure
+BINS = 32  # of the tokens, on the figure
 
 
 def policies(cache: int) -> dict[str, str]:
@@ -81,31 +81,31 @@ def table(runs: list[dict], cache: int) -> str:
 
     for name, found in by_name(runs).items():
         for kept, losses in found.items():
-            before, after, full = losses[:, :cache].mean(1), losses[:, cache:].mean(1), found["all tokens"][:, cache:].mean(1)
-            lines.append(f"| {name} | {len(losses)} | {kept} | {cell(before)} | {cell(after)} | {cell(after - full)} |\n")
+            before, after = losses[:, :cache].mean(1), losses[:, cache:].mean(1)
+            full, four = (found[key][:, cache:].mean(1) for key in ("all tokens", f"first 4, last {cache - 4}"))
+            cells = (before, after, after - full, after - four)
+            lines.append(f"| {name} | {len(losses)} | {kept} | {' | '.join(map(cell, cells))} |\n")
     return "".join(lines)
 
 
 def draw(runs: list[dict], cache: int, path: Path) -> None:
-    """A panel a model: the loss by position, a line for each policy, averaged over seeds and over bins of tokens."""
+    """A panel a model: how much more each token's loss is than with the first four kept, over bins of tokens, averaged over seeds."""
     from matplotlib.figure import Figure
 
     named = by_name(runs)
     figure = Figure(figsize=(4.2 * len(named), 3.2), layout="constrained")
-    for axis, (name, found) in zip(figure.subplots(1, len(named), squeeze=False)[0], named.items(), strict=True):
+    axes = figure.subplots(1, len(named), squeeze=False, sharey=True)[0]
+    for axis, (name, found) in zip(axes, named.items(), strict=True):
         for (kept, losses), color in zip(found.items(), ("#222222", "#c44e52", "#dd8452", "#4c72b0"), strict=True):
-            count = losses.shape[1] // BINS * BINS
-            axis.plot(
-                np.arange(count).reshape(BINS, -1).mean(1),
-                losses.mean(0)[:count].reshape(BINS, -1).mean(1),
-                color=color,
-                label=kept,
-                lw=1.3,
-            )
+            more = (losses - found[f"first 4, last {cache - 4}"]).mean(0)
+            size = len(more) // BINS
+            middle, means = (x[: size * BINS].reshape(BINS, size).mean(1) for x in (np.arange(len(more)), more))
+            axis.plot(middle, means, color=color, label=kept, lw=1.3)
         axis.axvline(cache, color="gray", lw=0.8, ls=":")
-        axis.set(xlabel="position (dotted: the cache is full)", ylabel="loss (nats)", title=name)
+        axis.set(xlabel="position (dotted: the cache is full)", title=name)
         axis.spines[["top", "right"]].set_visible(False)
-    axis.legend(frameon=False, fontsize=7, title="kept", title_fontsize=7)
+    axes[0].set_ylabel("loss more than with\nthe first 4 kept (nats)")
+    axes[-1].legend(frameon=False, fontsize=7, title="kept", title_fontsize=7)
     figure.savefig(path, dpi=150)
 
 
