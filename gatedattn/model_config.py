@@ -92,6 +92,7 @@ class TransformerConfig:
     sink: str = "none"  # none | learned (a logit per head, gpt-oss) | off_by_one (that logit fixed at 0)
     attention: str = "softmax"  # softmax | sigmoid | softpick: how scores become weights, see gatedattn.kernels.weights
     sigmoid_length: int = 0  # n of sigmoid attention's bias -ln n: the length of the sequences it is trained on
+    registers: int = 0  # m learned embeddings in front of every document, seen by all its tokens, whatever the window (Hymba)
     sdpa_norm: bool = False  # RMSNorm on each head's SDPA output (the paper's "GroupNorm" row of Table 3)
     sdpa_activation: str = "none"  # none | silu on the SDPA output, without parameters (Table 3)
     position: str = "rope"  # rope | learned | none
@@ -118,7 +119,7 @@ class TransformerConfig:
             self, "vocab_size", "d_model", "num_layers", "num_heads", "num_kv_heads", "head_dim", "ffn_dim", "max_seq_len",
             "norm_eps", "embedding_scale", "init_std",
         )  # fmt: skip
-        not_negative(self, "window", "activation_clip", "sigmoid_length")
+        not_negative(self, "window", "activation_clip", "sigmoid_length", "registers")
         one_of(self, "sink", SINKS)
         one_of(self, "attention", ATTENTIONS)
         one_of(self, "sdpa_activation", ("none", "silu"))
@@ -160,6 +161,10 @@ class TransformerConfig:
         check(
             self.attention == "softmax" or self.sink == "none",
             f"sink={self.sink} with attention={self.attention}: a sink logit belongs in a softmax; set sink=none",
+        )
+        check(
+            self.attention == "softmax" or not self.registers,
+            f"registers={self.registers} with attention={self.attention}: register tokens join a softmax only; set registers=0",
         )
 
     def _check_pattern(self):

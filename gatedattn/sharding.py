@@ -23,6 +23,7 @@ AXES = {"data", "fsdp", "expert", "context", "tensor"}  # the mesh axes that we 
 # Path pattern -> one letter per dimension ("." is never sharded). Searched in order; stacked layers add a leading L.
 RULES = (
     (r"embedding/table|position/table", "VD"),
+    (r"registers/table", ".D"),
     (r"head/kernel", "DV"),
     (r"attention/query/kernel", "DNH"),
     (r"attention/(key|value)/kernel", "DKH"),

@@ -12,6 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from gatedattn.config import TransformerConfig
+from gatedattn.kernels.prefix import Prefix
 from gatedattn.layers import Embedding, GatedAttentionBlock, Linear, RMSNorm, rope
 from gatedattn.layers.attention import Probe
 from gatedattn.linear import project
@@ -53,6 +54,7 @@ class Transformer(nnx.Module):
             config.d_model, eps=config.norm_eps, zero_centered=config.norm_zero_centered, param_dtype=param_dtype
         )
         self.head = None if config.tie_embeddings else Linear(config.d_model, config.vocab_size, **weights)
+        self.registers = Embedding(config.registers, config.d_model, **weights) if config.registers else None
 
     @property
     def stacks(self) -> list[GatedAttentionBlock]:
@@ -65,6 +67,28 @@ class Transformer(nnx.Module):
         if self.position is not None:
             x = x + self.position(positions)
         return constrain(x, "BTD")
+
+    def prefix(self) -> list[Prefix | None]:
+        """Keys and values of the register tokens in every layer, [L / P, m, K, H] for each of the `stacks`; None without registers.
+
+        They stand at the positions -m .. -1 of every document, see one another in causal order, and nothing before them: so they are the
+        same for all documents, and packed ones share them. (Rotated scores depend on distances alone: tokens may count from 0.)
+        """
+        if self.registers is None:
+            return [None] * len(self.stacks)
+        config, table = self.config, self.registers.table[...]
+        x = constrain((config.embedding_scale * table).astype(config.dtype)[None], "BTD")
+        before = rope.turns(jnp.arange(-config.registers, 0)[None], config.rope, config.head_dim, x.dtype)
+        graphdefs, params = zip(*map(nnx.split, self.stacks), strict=True)
+
+        def period(x, layers):
+            kept = []
+            for graphdef, layer in zip(graphdefs, layers, strict=True):
+                x, aux = nnx.merge(graphdef, layer)(x, before, keep=True)
+                kept.append(aux["prefix"])
+            return x, kept
+
+        return jax.lax.scan(period, x, params)[1]
 
     def hidden(
         self,
@@ -93,9 +117,9 @@ class Transformer(nnx.Module):
             positions = rope.turns(positions, config.rope, config.head_dim, x.dtype)
 
         def block(graphdef):
-            def apply(x, layer):
+            def apply(x, layer, prefix):
                 x = checkpoint_name(x, "block_input")
-                return nnx.merge(graphdef, layer)(x, positions, segment_ids, probe=probe)
+                return nnx.merge(graphdef, layer)(x, positions, segment_ids, probe=probe, prefix=prefix)
 
             if config.remat in ("full", "offload"):
                 apply = jax.checkpoint(apply, prevent_cse=False, policy=OFFLOAD if config.remat == "offload" else None)
@@ -105,12 +129,12 @@ class Transformer(nnx.Module):
 
         def period(x, layers):
             found = []
-            for apply, layer in zip(blocks, layers, strict=True):
-                x, aux = apply(x, layer)
+            for apply, *layer in zip(blocks, *layers, strict=True):
+                x, aux = apply(x, *layer)
                 found.append(aux)
             return x, found
 
-        x, found = jax.lax.scan(period, x, params)
+        x, found = jax.lax.scan(period, x, (params, self.prefix()))
         aux = in_layer_order(found) if config.pattern else found[0]
         for name in ("load_balance", "router_z"):
             if name in aux:
@@ -160,7 +184,7 @@ def abstract_parameters(config: TransformerConfig) -> dict[str, jax.ShapeDtypeSt
 def count(config: TransformerConfig) -> dict[str, int]:
     """Parameters in all, those that one token passes through (top-k of the experts), and those of embedding and head."""
     sizes = {path: math.prod(leaf.shape) for path, leaf in abstract_parameters(config).items()}
-    embedding = sum(size for path, size in sizes.items() if path.startswith(("embedding/", "position/", "head/")))
+    embedding = sum(size for path, size in sizes.items() if path.startswith(("embedding/", "position/", "registers/", "head/")))
     gate = sum(size for path, size in sizes.items() if "/gates/" in path)
     active = sum(_active(config, path, size) for path, size in sizes.items())
     return {
@@ -178,18 +202,20 @@ def flops_per_token(config: TransformerConfig, seq_len: int) -> int:
     """Training FLOPs per token: 3 times the forward pass, recomputation not counted.
 
     Forward: 2 per active parameter that is multiplied (the embedding look-up is none, the head is), plus 4 N H per visible key and
-    layer; a causal query sees (T + 1) / 2 keys on average, fewer with a window (so causal attention counts half).
+    layer; a causal query sees (T + 1) / 2 keys on average, fewer with a window (so causal attention counts half), and the registers
+    (whose own way through the layers, once a batch, is left out).
     """
     counts = count(config)
     looked_up = config.d_model * (config.max_seq_len if config.position == "learned" else 0)
     looked_up += 0 if config.tie_embeddings else config.d_model * config.vocab_size
+    looked_up += config.d_model * config.registers
     return round(3 * (2 * (counts["params_active"] - looked_up) + _attention_flops(config, seq_len)))
 
 
 def _attention_flops(config: TransformerConfig, seq_len: int) -> float:
     windows = [min(layer.window or seq_len, seq_len) for layer in config.period]
     keys = sum(w - w * (w - 1) / (2 * seq_len) for w in windows) / len(windows)  # mean over queries of min(t + 1, window)
-    return 4 * config.num_layers * config.num_heads * config.head_dim * keys
+    return 4 * config.num_layers * config.num_heads * config.head_dim * (keys + config.registers)
 
 
 def recomputed_flops_per_token(config: TransformerConfig, seq_len: int) -> int:

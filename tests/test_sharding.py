@@ -177,6 +177,10 @@ MOE = dataclasses.replace(CONFIG, moe=MoEConfig(num_experts=4, top_k=2, expert_d
 MIXED = dataclasses.replace(
     CONFIG, num_layers=4, gates="g1", kernel="reference", pattern="window=5,gates=none|position=none,sink=learned"
 )
+RIVALS = {
+    "registers": dataclasses.replace(CONFIG, gates="g1:headwise:value+g2:slice", registers=3, sink="learned"),
+    "sigmoid": dataclasses.replace(CONFIG, gates="none", attention="sigmoid", sigmoid_length=16),
+}
 B, T = 8, 16  # context=8 divides it, too
 _rng = np.random.default_rng(0)
 BATCH = {
@@ -259,6 +263,14 @@ def test_every_mesh_of_eight_devices(alone, config, mesh):
 def test_explicit_mesh(alone, config):
     """The same where shardings are part of the types; gradients then have the shardings of their parameters."""
     compare(loss_and_grads(config, MeshConfig(fsdp=2, tensor=2, context=2), 8, AxisType.Explicit), alone[config])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("config", RIVALS.values(), ids=RIVALS)
+def test_other_systems_divided(config, kind):
+    alone = loss_and_grads(config, MeshConfig(fsdp=1), 1)[0]
+    compare(loss_and_grads(config, MeshConfig(fsdp=2, tensor=2, context=2), 8, kind), alone)
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])

@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 from jax.extend.core import jaxprs_in_params
 
-from gatedattn import Transformer, TransformerConfig
+from gatedattn import Transformer, TransformerConfig, probes
 from gatedattn.config import MoEConfig
 from gatedattn.transformer import abstract_parameters, count, flops_per_token, recomputed_flops_per_token
 
@@ -182,3 +182,50 @@ def test_every_parameter_has_a_path_once():
     paths = abstract_parameters(dataclasses.replace(MOE, gates="g1+g5+g1:none", sink="learned", attention_bias=True))
     assert {"layers/attention/value/kernel", "layers/attention/value/bias", "layers/attention/gates/2/table"} <= set(paths)
     assert paths["layers/attention/value/kernel"].shape == (3, 32, 2, 8)
+
+
+REGISTERS = dataclasses.replace(
+    CONFIG,
+    num_layers=2,
+    registers=3,
+    init_std=0.3,
+    sink="learned",
+    gates="g1:headwise",
+    embedding_scale=2.0,
+    kernel="reference",
+)
+
+
+def test_registers_are_embeddings_in_front_of_every_document():
+    """The logits of a model without registers whose text begins with three tokens that embed to them; documents packed or not."""
+    model = Transformer(REGISTERS, rngs=nnx.Rngs(0))
+    plain = dataclasses.replace(REGISTERS, registers=0, vocab_size=53)
+    graphdef, params = nnx.split(nnx.eval_shape(lambda: Transformer(plain, rngs=nnx.Rngs(0))))
+    ours = dict(nnx.to_flat_state(nnx.state(model, nnx.Param)))
+    ours["embedding", "table"] = jnp.concatenate([ours["embedding", "table"][...], ours.pop(("registers", "table"))[...]])
+    peer = nnx.merge(graphdef, nnx.from_flat_state(ours.items()))
+    assert {path: jnp.shape(p[...]) for path, p in ours.items()} == {path: p.shape for path, p in nnx.to_flat_state(params)}
+    first, second = TOKENS[:1, :5], TOKENS[1:, :6]
+    packed = np.concatenate([first, second], axis=1), np.r_[0:5, 0:6][None], np.r_[[1] * 5, [2] * 6][None]
+    extended = [np.concatenate([[[50, 51, 52]], document], axis=1) for document in (first, second)]
+
+    @nnx.jit
+    def everything(model, peer):
+        maps = probes.attention_maps(model, *packed), probes.attention_maps(peer, extended[0])
+        return model(*packed)[0], [peer(tokens)[0] for tokens in extended], maps
+
+    logits, expected, maps = everything(model, peer)
+    np.testing.assert_allclose(logits[0], np.concatenate([z[0, 3:, :50] for z in expected]), atol=2e-5)
+    np.testing.assert_allclose(maps[0][..., :5, :5], maps[1][..., 3:, 3:], atol=1e-5)  # what registers take is no token's
+
+
+@pytest.mark.slow
+def test_registers_learn_and_are_counted():
+    params = nnx.state(Transformer(REGISTERS, rngs=nnx.Rngs(0)), nnx.Param)
+    config = dataclasses.replace(REGISTERS, remat="full")
+    graphdef = nnx.graphdef(nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0))))
+    grads = jax.jit(jax.grad(lambda p: nnx.merge(graphdef, p)(TOKENS)[0][0, 0, 0]))(params)
+    assert np.all(np.any(np.asarray(grads["registers"]["table"][...]) != 0, axis=1))
+    plain = dataclasses.replace(REGISTERS, registers=0)
+    assert count(REGISTERS)["params_total"] - count(plain)["params_total"] == 3 * 32
+    assert flops_per_token(REGISTERS, 16) - flops_per_token(plain, 16) == 3 * (4 * 2 * 4 * 8 * 3)

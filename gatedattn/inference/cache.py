@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from gatedattn.config import ConfigError, RopeConfig, TransformerConfig
 from gatedattn.kernels import cached
+from gatedattn.kernels.prefix import Prefix
 from gatedattn.kernels.weights import Weights
 from gatedattn.layers import rope as rope_lib
 from gatedattn.sharding import constrain, map_shards
@@ -103,29 +104,41 @@ class LayerCache:
     padding: Int[Array, " B"]
     policy: CachePolicy
 
-    def attend(self, q, k, v, *, rope: RopeConfig | None, window: int, weights: Weights):
+    def attend(self, q, k, v, *, rope: RopeConfig | None, window: int, weights: Weights, prefix: Prefix | None):
         """See `gatedattn.layers.attention.Cache`. Sequences and KV heads do not mix, so that each device works on its own."""
         if self.layer is None:
-            y, lse, arrays = self._attend(q, k, v, rope, window, weights)
+            y, lse, arrays = self._attend(q, k, v, rope, window, weights, prefix)
             return y, lse, replace(self, arrays=arrays)
 
-        def on_shard(q, k, v, keys, values, sink_keys, sink_values, layer, column, padding):
+        def on_shard(q, k, v, keys, values, sink_keys, sink_values, layer, column, padding, *prefix):
             view = replace(
                 self, arrays=KVCache(keys, values, sink_keys, sink_values), layer=layer, column=column, padding=padding
             )
-            y, lse, arrays = view._attend(q, k, v, rope, window, weights)
+            y, lse, arrays = view._attend(q, k, v, rope, window, weights, prefix if prefix[0] is not None else None)
             return y, lse, arrays.keys, arrays.values, arrays.sink_keys, arrays.sink_values
 
         a, ring = self.arrays, (".BK..",) * 4
         y, lse, *arrays = map_shards(
             on_shard,
-            (q, k, v, a.keys, a.values, a.sink_keys, a.sink_values, self.layer, self.column, self.padding),
-            ("B.K.", "B.K.", "B.K.", *ring, "", "", "B"),
+            (
+                q,
+                k,
+                v,
+                a.keys,
+                a.values,
+                a.sink_keys,
+                a.sink_values,
+                self.layer,
+                self.column,
+                self.padding,
+                *(prefix or (None, None)),
+            ),
+            ("B.K.", "B.K.", "B.K.", *ring, "", "", "B", ".K.", ".K."),
             ("B.K.", "BK.", *ring),
         )
         return y, lse, replace(self, arrays=KVCache(*arrays))
 
-    def _attend(self, q, k, v, rope: RopeConfig | None, window: int, weights: Weights):
+    def _attend(self, q, k, v, rope: RopeConfig | None, window: int, weights: Weights, prefix: Prefix | None):
         T, n = q.shape[1], self.policy.sinks
         t = self.column + jnp.arange(T) - self.padding[:, None]  # [B, T], positions
         # Under a streaming policy, `gone` tokens are missing between the first n and the ring when query t looks. A rotated
@@ -160,6 +173,10 @@ class LayerCache:
             sink_values, values = _store_first(sink_values, new_values, self.layer, t[:, 0])
             s = jnp.broadcast_to(jnp.arange(n), (len(t), n))
             parts.append(part(turn(q, t - gone), keys, values, s, s[:, None] <= t[:, :, None]))
+        if prefix is not None:  # already rotated, to right before position 0
+            shape = (len(t), k.shape[2], *prefix[0].shape[::2])
+            keys, values = (jnp.broadcast_to(x.swapaxes(0, 1), shape).reshape(-1, *shape[2:]).astype(q.dtype) for x in prefix)
+            parts.append((turn(q, t - gone), keys, values, jnp.ones((*t.shape, shape[2]), bool)))
         y, lse = cached.attention(parts, q.shape[-1] ** -0.5, weights)
         return y, lse, KVCache(all_keys, all_values, sink_keys, sink_values)
 

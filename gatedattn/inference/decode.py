@@ -17,6 +17,7 @@ from gatedattn.config import ConfigError, TransformerConfig
 from gatedattn.inference import weights
 from gatedattn.inference.cache import CachePolicy, KVCache, LayerCache
 from gatedattn.inference.sampling import Kind, Sampling, choose
+from gatedattn.kernels.prefix import Prefix
 from gatedattn.linear import transposed_weights
 from gatedattn.sharding import constrain
 from gatedattn.transformer import Transformer
@@ -34,6 +35,7 @@ class State(NamedTuple):
     column: Int[Array, ""]
     padding: Int[Array, " B"]
     step: Int[Array, ""]
+    prefix: list[Prefix | None]
 
 
 class Request(NamedTuple):
@@ -53,11 +55,14 @@ def forward(
     padding: Int[Array, " B"],
     policy: CachePolicy,
     layers: list[PyTree] | None = None,
+    prefix: list[Prefix | None] | None = None,
 ) -> tuple[Float[Array, "B T D"], KVCache | list[KVCache]]:
     """The final hidden states of T new tokens, and the caches with these in them.
 
-    Scans over the model's stacked layers with a stacked cache; or, given `layers` and a list of caches, loops over these.
+    Scans over the model's stacked layers with a stacked cache; or, given `layers` and a list of caches, loops over these. `prefix`:
+    what `model.prefix()` returned, if that is known already.
     """
+    prefix = model.prefix() if prefix is None else prefix
     positions = jnp.maximum(column + jnp.arange(tokens.shape[1]) - padding[:, None], 0)
     if model.position is not None:  # padding after a text may stand beyond the table
         positions = jnp.minimum(positions, model.config.max_seq_len - 1)
@@ -65,26 +70,27 @@ def forward(
     graphdefs, stacked = zip(*map(nnx.split, model.stacks), strict=True)
     P = len(stacked)
 
-    def block(number, x, params, arrays, layer):
+    def block(number, x, params, prefix, arrays, layer):
         cache = LayerCache(arrays, layer, column, padding, policy)
-        x, aux = nnx.merge(graphdefs[number % P], params)(x, positions, cache=cache)
+        x, aux = nnx.merge(graphdefs[number % P], params)(x, positions, cache=cache, prefix=prefix)
         return x, aux["cache"].arrays
 
     if layers is not None:
         grown = []
         for number, (params, arrays) in enumerate(zip(layers, caches, strict=True)):
-            x, arrays = block(number, x, params, arrays, None)
+            own = jax.tree.map(lambda z: z[number // P], prefix[number % P])
+            x, arrays = block(number, x, params, own, arrays, None)
             grown.append(arrays)
         return model.final_norm(x), grown
 
     def body(carry, period):
         x, caches, layer = carry
-        for number, params in enumerate(period):
-            x, caches = block(number, x, params, caches, layer)
+        for number, (params, own) in enumerate(zip(*period, strict=True)):
+            x, caches = block(number, x, params, own, caches, layer)
             layer = layer + 1
         return (x, caches, layer), None
 
-    (x, caches, _), _ = jax.lax.scan(body, (x, caches, jnp.int32(0)), stacked)
+    (x, caches, _), _ = jax.lax.scan(body, (x, caches, jnp.int32(0)), (stacked, tuple(prefix)))
     return model.final_norm(x), caches
 
 
@@ -102,11 +108,11 @@ def _prefill(params, tokens, padding, request, *, graphdef, policy, kind, column
     model = nnx.merge(graphdef, params)
     B, P = tokens.shape
     size = min(P, PREFILL)
-    caches = KVCache.empty(model.config, policy, B, columns, cache_dtype)
+    caches, prefix = KVCache.empty(model.config, policy, B, columns, cache_dtype), model.prefix()
 
     def piece(carry, tokens):
         caches, column = carry
-        x, caches = forward(model, tokens, caches, column, padding, policy)
+        x, caches = forward(model, tokens, caches, column, padding, policy, prefix=prefix)
         return (caches, column + size), x[:, -1:]
 
     start = (caches, jnp.int32(0))
@@ -114,7 +120,7 @@ def _prefill(params, tokens, padding, request, *, graphdef, policy, kind, column
     logits = model.logits(last[-1])[:, 0]
     if unstack:
         caches = caches.unstack()
-    state = State(caches, jnp.zeros(B, jnp.int32), jnp.zeros(B, bool), column, padding, jnp.int32(0))
+    state = State(caches, jnp.zeros(B, jnp.int32), jnp.zeros(B, bool), column, padding, jnp.int32(0), prefix)
     return _advance(kind, logits, state, request)
 
 
@@ -134,7 +140,9 @@ def _decode(params, stored, state, request, steps, *, graphdef, policy, kind, tr
     def body(carry):
         i, state, out = carry
         with lies(transpose):
-            x, caches = forward(model, state.token[:, None], state.caches, state.column, state.padding, policy, layers)
+            x, caches = forward(
+                model, state.token[:, None], state.caches, state.column, state.padding, policy, layers, state.prefix
+            )
         with lies(transpose_head):
             logits = model.logits(x)[:, 0]
         state = _advance(kind, logits, state._replace(caches=caches, column=state.column + 1), request)

@@ -48,12 +48,12 @@ def score(
 def _score(params, inputs, targets, *, graphdef, policy, chunk):
     model = nnx.merge(graphdef, params)
     B, T = inputs.shape
-    padding = jnp.zeros(B, jnp.int32)
+    padding, prefix = jnp.zeros(B, jnp.int32), model.prefix()
 
     def piece(carry, tokens):
         caches, column = carry
         inputs, targets = tokens
-        x, caches = forward(model, inputs, caches, column, padding, policy)
+        x, caches = forward(model, inputs, caches, column, padding, policy, prefix=prefix)
         logprobs = jax.nn.log_softmax(model.logits(x), axis=-1)
         return (caches, column + chunk), jnp.take_along_axis(logprobs, targets[..., None], axis=-1)[..., 0]
 

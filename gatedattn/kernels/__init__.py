@@ -14,6 +14,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from gatedattn.kernels import context
+from gatedattn.kernels.prefix import Prefix, join, log_sum_exp
 from gatedattn.kernels.weights import KINDS, SOFTMAX, Weights
 from gatedattn.sharding import division, map_shards, platform
 
@@ -68,6 +69,7 @@ class Request:
     segment_ids: bool = False
     window: int = 0
     sinks: bool = False
+    prefix: bool = False
     weights: str = "softmax"
     context: int = 1
     seq_len: int = 0
@@ -93,6 +95,8 @@ def refusal(kernel: str, request: Request) -> str:
         return f"has no sink logits in {request.weights} attention: they belong in a softmax"
     if request.sinks and not row.sinks:
         return "has no sink logits"
+    if request.prefix and (row.sinks != "lse" or request.weights != "softmax"):
+        return "has no gradient for the log-sum-exp by which register tokens join in (model.registers)"
     if request.context > 1 and not row.context:
         return f"cannot spread a sequence over devices (mesh.context={request.context})"
     if request.context > 1 and request.seq_len % (row.context * request.context):
@@ -140,6 +144,7 @@ def attention(
     window: int = 0,
     scale: float | None = None,
     sinks: Float[Array, " N"] | None = None,
+    prefix: Prefix | None = None,
     weights: Weights = SOFTMAX,
     kernel: str = "auto",
     interpret: bool = False,
@@ -149,10 +154,11 @@ def attention(
         out[t, n] = sum_s p[n, t, s] v[s, n // G],    p = softmax_s(scale q[t, n] . k[s, n // G])
 
     over the keys s <= t of t's own segment and, with `window` > 0, among the last `window` tokens (t's own included). `scale` is
-    1/sqrt(H) by default. `sinks`: a logit per head that joins the softmax and takes its share of p. `weights`: what stands in the
-    softmax's place.
+    1/sqrt(H) by default. `sinks`: a logit per head that joins the softmax and takes its share of p. `prefix`: keys and values,
+    [m, K, H] and [m, K, C], that every query sees as well, whatever its document and window. `weights`: what stands in the softmax's
+    place.
 
-    Also returns the log-sum-exp of the scores (without the sinks), float32 (float64 for float64 inputs); for other weights their
+    Also returns the log-sum-exp of the scores (without sinks and prefix), float32 (float64 for float64 inputs); for other weights their
     `log_total`. It is differentiable if the kernel's row says `sinks="lse"`; elsewhere its gradient is refused.
 
     Under a mesh each device attends within its own sequences and KV heads. Over the mesh axis `context` the queries are divided,
@@ -169,7 +175,7 @@ def attention(
     count = jax.sharding.get_abstract_mesh().shape[axes[0]] if axes else 1
     request = Request(
         platform="" if interpret else platform(), dtype=str(q.dtype), head_dim=q.shape[-1], segment_ids=segment_ids is not None,
-        window=window, sinks=sinks is not None, weights=weights.kind, context=count, seq_len=T,
+        window=window, sinks=sinks is not None, prefix=prefix is not None, weights=weights.kind, context=count, seq_len=T,
     )  # fmt: skip
     chosen, passed = choose(kernel, request)
     if passed:
@@ -180,32 +186,45 @@ def attention(
     options |= {"interpret": True} if interpret else {}
     options |= {} if weights == SOFTMAX else {"weights": weights}
 
-    def attend(q, k, v, segment_ids, sinks, **shard):
+    def attend(q, k, v, segment_ids, sinks, keys, values, **shard):
         inside = {"sinks": sinks} if row.sinks == "kernel" else {}
         out, lse = _load(row.call)(q, k, v, segment_ids=segment_ids, **options, **inside, **shard)
         if lse is None:
             chunked = _load(CAPABILITIES["chunked"].call)
             lse = chunked(q, k, v[..., :1], segment_ids=segment_ids, window=window, scale=scale)[1]
-        return add_sinks(out, lse, sinks) if sinks is not None and not inside else out, lse
+        total = lse
+        if keys is not None:
+            out, total = join(q, out, lse, (keys, values), scale)
+        return add_sinks(out, total, sinks) if sinks is not None and not inside else out, lse
 
-    def spread(q, k, v, segment_ids, sinks):
+    def spread(q, k, v, segment_ids, *rest):
         axis = axes[0]
         balanced = (T // count) % (2 * row.context) == 0
         k, v, segment_ids = (context.gather(x, axis) for x in (k, v, segment_ids))
         q = context.balance(q, 1, axis, count) if balanced else q
-        out, lse = attend(q, k, v, segment_ids, sinks, shard=context.Shard(lax.axis_index(axis), count, balanced))
+        out, lse = attend(q, k, v, segment_ids, *rest, shard=context.Shard(lax.axis_index(axis), count, balanced))
         return (context.restore(out, 1, axis, count), context.restore(lse, 2, axis, count)) if balanced else (out, lse)
 
     # Sequences and KV heads do not mix; tokens do, and `spread` sees to it.
-    letters = ("BTK.", "BTK.", "BTK.", "BT", "K")
-    return map_shards(spread if axes else attend, (q, k, v, segment_ids, sinks), letters, ("BTK.", "BKT"))
+    letters = ("BTK.", "BTK.", "BTK.", "BT", "K", ".K.", ".K.")
+    arrays = (q, k, v, segment_ids, sinks, *(prefix or (None, None)))
+    return map_shards(spread if axes else attend, arrays, letters, ("BTK.", "BKT"))
 
 
-def kept(lse: Float[Array, "B N T"], sinks: Float[Array, " N"]) -> Float[Array, "B T N 1"]:
-    """The share of attention that sink logits leave to the real keys."""
-    return jax.nn.sigmoid(lse - sinks.astype(lse.dtype)[:, None]).swapaxes(1, 2)[..., None]
+def kept(lse: Float[Array, "B N T"], other: Float[Array, "#B N #T"]) -> Float[Array, "B T N 1"]:
+    """The share of attention that is left to keys of log-sum-exp `lse` by others: sink logits [N, 1], a prefix."""
+    return jax.nn.sigmoid(lse - other.astype(lse.dtype)).swapaxes(1, 2)[..., None]
 
 
 def add_sinks(out: Float[Array, "B T N C"], lse: Float[Array, "B N T"], sinks: Float[Array, " N"]) -> Float[Array, "B T N C"]:
     """What attention would return if the sink logits had been in its softmax: exact."""
-    return (out * kept(lse, sinks)).astype(out.dtype)
+    return (out * kept(lse, sinks[:, None])).astype(out.dtype)
+
+
+def taken(
+    q: Float[Array, "B T N H"], sinks: Float[Array, " N"] | None, prefix: Prefix | None, scale: float
+) -> Float[Array, "#B N #T"] | None:
+    """The log-sum-exp of what is no token's: sink logits and prefix; None without either."""
+    logs = [] if sinks is None else [sinks[:, None]]
+    logs += [] if prefix is None else [log_sum_exp(q, prefix[0], scale)]
+    return functools.reduce(jnp.logaddexp, logs) if logs else None

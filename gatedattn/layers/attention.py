@@ -16,6 +16,7 @@ from gatedattn import gates as gates_lib
 from gatedattn import kernels
 from gatedattn.config import RopeConfig, TransformerConfig
 from gatedattn.gates import GateSpec
+from gatedattn.kernels.prefix import Prefix
 from gatedattn.kernels.weights import Weights
 from gatedattn.layers import rope as rope_lib
 from gatedattn.layers.linear import Linear
@@ -37,10 +38,12 @@ class Cache(Protocol):
         rope: RopeConfig | None,
         window: int,
         weights: Weights,
+        prefix: Prefix | None,
     ) -> tuple[Float[Array, "B T N H"], Float[Array, "B N T"], Cache]:
         """What the attention kernel returns, over the tokens before and the T new ones, and the cache that holds both.
 
-        q and k come without rotation; `window` and `weights` are the layer's own."""
+        q and k come without rotation; `window` and `weights` are the layer's own. `prefix`: see `gatedattn.kernels.attention`; its
+        keys are rotated, and stand right before position 0."""
 
 
 class Gate(nnx.Module):
@@ -173,6 +176,8 @@ class GatedAttention(nnx.Module):
         *,
         probe: Probe | None = None,
         cache: Cache | None = None,
+        prefix: Prefix | None = None,
+        keep: bool = False,
     ) -> tuple[Float[Array, "B T D"], dict]:
         """Attend within each row, or within each segment of it; with a cache, to the tokens before as well.
 
@@ -183,6 +188,8 @@ class GatedAttention(nnx.Module):
             probe: called as `probe("attention", ...)` with what happened inside; its result is returned as aux["probe"].
             cache: keys and values of the tokens before x; then `positions` and `segment_ids` are the cache's business. The cache
                 with x's own keys and values added is returned as aux["cache"].
+            prefix: keys and values, [m, K, H] each, that all queries see as well (register tokens; see `Transformer.prefix`).
+            keep: return the first row's own keys and values as aux["prefix"]; not with a cache.
         """
         D = self.query.kernel.shape[0]
         if x.ndim != 3 or x.shape[-1] != D or 0 in x.shape:
@@ -232,12 +239,16 @@ class GatedAttention(nnx.Module):
             sinks = {"learned": self.sink, "off_by_one": jnp.zeros(q.shape[2], jnp.float32)}.get(self.sink_kind)
             sinks = None if sinks is None else sinks[...]
             if cache is None:
-                y, lse, *updated = attend(q, k, v, sinks=sinks)
+                y, lse, *updated = attend(q, k, v, sinks=sinks, prefix=prefix)
+                other = kernels.taken(q, sinks, prefix, q.shape[-1] ** -0.5)
             else:  # rotates by itself: where a key stands may depend on what was evicted
-                attend = functools.partial(cache.attend, rope=self.rope, window=self.window, weights=self.weights)
+                attend = functools.partial(
+                    cache.attend, rope=self.rope, window=self.window, weights=self.weights, prefix=prefix
+                )
                 y, lse, *updated = attend(q, k, v)
                 y = y if sinks is None else kernels.add_sinks(y, lse, sinks)
-            kept = None if sinks is None else kernels.kept(lse, sinks)
+                other = None if sinks is None else sinks[:, None]
+            kept = None if other is None else kernels.kept(lse, other)
             y = constrain(y, "BTNH")
             if self.sdpa_norm is not None:
                 y = self.sdpa_norm(y)
@@ -249,6 +260,7 @@ class GatedAttention(nnx.Module):
             out = gate("g5", constrain(self.output(gated), "BTD"))
 
         aux = {"cache": updated[0]} if updated else {}
+        aux |= {"prefix": (k[0], v[0])} if keep else {}
         if probe is not None:
             aux["probe"] = probe(
                 "attention",

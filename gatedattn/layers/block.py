@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from gatedattn import kernels
 from gatedattn.config import TransformerConfig
+from gatedattn.kernels.prefix import Prefix
 from gatedattn.layers.attention import Cache, GatedAttention, Probe
 from gatedattn.layers.mlp import MLP
 from gatedattn.layers.moe import MoE
@@ -88,12 +89,16 @@ class GatedAttentionBlock(nnx.Module):
         *,
         probe: Probe | None = None,
         cache: Cache | None = None,
+        prefix: Prefix | None = None,
+        keep: bool = False,
     ) -> tuple[Float[Array, "B T D"], dict]:
-        """aux holds the MoE's losses and loads, aux["probe"] what the probe made of this layer, aux["cache"] the cache grown by x."""
+        """Arguments as for `GatedAttention`; aux holds the MoE's losses and loads, aux["probe"] what the probe made of this layer,
+        aux["cache"] the cache grown by x."""
 
         def attend(x):
             with jax.named_scope("attention"):
-                y, aux = self.attention(self.attention_norm(x), positions, segment_ids, probe=probe, cache=cache)
+                options = dict(probe=probe, cache=cache, prefix=prefix, keep=keep)
+                y, aux = self.attention(self.attention_norm(x), positions, segment_ids, **options)
                 return self._finish(y, self.attention_post_norm), aux
 
         def mix(middle):

@@ -26,6 +26,7 @@ CONFIGS = {
     "off by one": dict(sink="off_by_one", window=5, sdpa_norm=True, sdpa_activation="silu"),
     "sigmoid": dict(attention="sigmoid", sigmoid_length=T, window=5),
     "softpick": dict(attention="softpick"),
+    "registers": dict(registers=3, window=5, sink="learned", pattern="window=4|window=0"),
     "linear": dict(rope=RopeConfig(scaling="linear", factor=4.0), gates="g1:headwise"),
     "yarn": dict(rope=RopeConfig(scaling="yarn", factor=4.0, original_max_len=64, fraction=0.5, theta=100.0)),
     "learned positions": dict(position="learned", max_seq_len=T, tie_embeddings=False, qk_norm=False, embedding_scale=2.0),
@@ -101,7 +102,7 @@ class Recomputed:
     def __init__(self, sinks, window):
         self.sinks, self.window = sinks, window
 
-    def attend(self, q, k, v, *, rope, window, weights):
+    def attend(self, q, k, v, *, rope, window, weights, prefix):
         T, M, H = q.shape[1], self.sinks + self.window, q.shape[-1]
         kept = [[s for s in range(t + 1) if s < self.sinks or s > t - self.window] for t in range(T)]
         count = np.array([len(row) for row in kept])
