@@ -67,6 +67,8 @@ def figure(models: dict) -> Figure:
         axes[0].minorticks_off()
         for axis in axes[len(panels) :]:
             axis.axis("off")
+        for axis in axes[len(panels) - columns : len(panels)]:  # some have no panel below them
+            axis.tick_params(labelbottom=True)
         axes[0].legend(frameon=False, fontsize=7)
         drawing.supxlabel("tokens", fontsize=9)
         drawing.supylabel("score", fontsize=9)
