@@ -15,8 +15,10 @@ import jax
 from gatedattn.config import ConfigError, RunConfig, suggest
 from gatedattn.data.tokenizers import Tokenizer
 from gatedattn.evaluation import perplexity as perplexity_lib
+from gatedattn.inference import Generator
 from gatedattn.transformer import Transformer
 
+TOGETHER = 8  # prompts that are continued at a time
 Evaluator = Callable[[Transformer], list[dict]]
 
 
@@ -24,7 +26,8 @@ def build(config: RunConfig, tokenizer: Tokenizer) -> list[Evaluator]:
     """The evaluations that `eval.tasks` names, each a function of the model that gives lines of eval.jsonl (without their step):
 
         perplexity:NAME=GLOB    loss, perplexity, bits_per_byte, tokens of a set of files, in windows of train.seq_len tokens
-        harness:TASK,TASK       each task's metrics and their standard errors (`stderr`), by lm_eval's names
+        harness:TASK,TASK       each task's metrics and their standard errors (`stderr`), by lm_eval's names; eval.limit items of each
+        ruler:TASK,TASK@LENGTH  the score of each RULER task, of 100, over eval.limit samples; those that take no file
 
     Each line has `task`, as it was named, and `seconds`; or `error`, if it failed, which does not end the run. Several evaluations are
     separated by ";".
@@ -32,12 +35,14 @@ def build(config: RunConfig, tokenizer: Tokenizer) -> list[Evaluator]:
     Raises:
         ConfigError: another kind, no such file, no such task, a package that is not installed; generation on several processes.
     """
-    kinds = {"perplexity": _perplexity, "harness": _harness}
+    kinds = {"perplexity": _perplexity, "harness": _harness, "ruler": _ruler}
     found = []
     for item in filter(None, map(str.strip, config.eval.tasks.split(";"))):
         kind, _, rest = item.partition(":")
         if kind not in kinds or not rest:
-            raise ConfigError(f"eval.tasks: {item!r} must be one of perplexity:NAME=GLOB, harness:TASK{suggest(kind, kinds)}")
+            raise ConfigError(
+                f"eval.tasks: {item!r} must be perplexity:NAME=GLOB, harness:TASK or ruler:TASK@LENGTH{suggest(kind, kinds)}"
+            )
         found.append(_guarded(item, kinds[kind](config, tokenizer, rest)))
     return found
 
@@ -89,6 +94,39 @@ def _harness(config: RunConfig, tokenizer: Tokenizer, rest: str) -> Evaluator:
             subject.append(harness.HarnessModel(model, tokenizer))
         results = tasks.evaluate(subject[0], limit=config.eval.limit or None)["results"]
         return [{"task": f"harness:{name}"} | metrics(found) for name, found in results.items()]
+
+    return evaluate
+
+
+def _ruler(config: RunConfig, tokenizer: Tokenizer, rest: str) -> Evaluator:
+    from gatedattn.evaluation import ruler
+    from gatedattn.evaluation.ruler.run import answers
+
+    names, at, length = rest.rpartition("@")
+    if not at or not length.isdecimal():
+        raise ConfigError(f"eval.tasks: ruler:{rest} must name tasks and a length: ruler:niah_single_1,vt@4096")
+    known = [name for name in ruler.TASKS if not name.startswith("qa_")]
+    for name in (tasks := names.split(",")):
+        if name not in known:
+            raise ConfigError(
+                f"eval.tasks: RULER has no {name!r} without a file{suggest(name, known)}; there is: {', '.join(known)}"
+            )
+    if jax.process_count() > 1:
+        raise ConfigError("eval.tasks: RULER generates text, which a run of several processes cannot: use `python -m gatedattn ruler` "
+                          "on its checkpoints")  # fmt: skip
+    suite = ruler.Suite(ruler.Material.read(), tokenizer)
+    samples = {name: list(suite.samples(name, int(length), config.eval.limit or 500)) for name in tasks}
+
+    def evaluate(model: Transformer) -> list[dict]:
+        generator, lines = Generator(model), []
+        for name, drawn in samples.items():
+            task, size, scores = ruler.TASKS[name], min(TOGETHER, len(drawn)), []
+            for start in range(0, len(drawn), size):
+                batch = drawn[start : start + size]
+                texts = answers(generator, tokenizer, batch + batch[-1:] * (size - len(batch)), task)
+                scores += [ruler.score(text, sample.references, task.any_reference) for text, sample in zip(texts, batch)]
+            lines.append({"task": f"ruler:{name}@{length}", "score": 100 * sum(scores) / len(scores), "samples": len(scores)})
+        return lines
 
     return evaluate
 

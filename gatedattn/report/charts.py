@@ -91,7 +91,7 @@ def held_out(runs: Sequence[Run]) -> go.Figure:
 def tasks(runs: Sequence[Run]) -> go.Figure:
     """What `eval.tasks` measured: a line for each metric of each task, standard errors and what follows from the loss left out."""
     figure = _figure()
-    besides = ("step", "seconds", "tokens", "perplexity", "bits_per_byte")
+    besides = ("step", "seconds", "tokens", "samples", "perplexity", "bits_per_byte")
     for number, run in enumerate(runs):
         found = {(line["task"], key) for line in run.tasks for key, value in line.items() if isinstance(value, (int, float))}
         found = sorted((t, k) for t, k in found if k not in besides and "stderr" not in k)

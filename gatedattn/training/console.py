@@ -71,7 +71,7 @@ def results(line: dict) -> str:
     """What a line of `eval.tasks` says."""
     if "error" in line:
         return f"WARNING: failed: {line['error']}"
-    return ", ".join(f"{key} {value:.4g}" for key, value in line.items() if key not in ("step", "task", "tokens"))
+    return ", ".join(f"{key} {value:.4g}" for key, value in line.items() if key not in ("step", "task", "tokens", "samples"))
 
 
 class Progress:

@@ -127,3 +127,27 @@ def test_without_lm_eval_a_line_says_what_to_install(monkeypatch):
     )
     with pytest.raises(ConfigError, match="pip install"):
         importlib.reload(harness)
+
+
+def test_while_a_run_trains(folder):
+    """The numbers of the command, and other parameters of the same model compile nothing."""
+    from gatedattn.config import EvalConfig, RunConfig
+    from gatedattn.evaluation import midway
+
+    tokenizer, tasks = huggingface.tokenizer(folder / "model"), ["local_pairs", "local_rolling", "local_writing"]
+    path = str(folder / "tasks")
+    config = RunConfig(eval=EvalConfig(tasks=f"harness:{','.join(tasks)}", include_path=path, limit=0))
+    (evaluate,) = midway.build(config, tokenizer)
+    model = huggingface.load(folder / "model")
+    lines = evaluate(model)
+    expected = harness.evaluate(harness.HarnessModel(model, tokenizer), tasks, include_path=path)["results"]
+    assert [line["task"] for line in lines] == [f"harness:{name}" for name in tasks]
+    for line, (metric, name) in zip(lines, zip(("acc", "bits_per_byte", "exact_match"), tasks, strict=True), strict=True):
+        (key,) = (key for key in expected[name] if key.startswith(f"{metric},"))
+        assert line[metric] == pytest.approx(expected[name][key], rel=1e-6) and line["seconds"] > 0
+    compiled = harness._score._cache_size()
+    graphdef, params = nnx.split(model)
+    again = evaluate(nnx.merge(graphdef, jax.tree.map(lambda x: 1.5 * x, params)))
+    assert again[1]["bits_per_byte"] != lines[1]["bits_per_byte"] and harness._score._cache_size() == compiled
+    with pytest.raises(ConfigError, match="lm_eval knows no nonsense"):
+        midway.build(RunConfig(eval=EvalConfig(tasks="harness:nonsense")), tokenizer)

@@ -55,9 +55,9 @@ def test_an_evaluation_that_fails_is_a_line():
 @pytest.mark.parametrize(
     "tasks,message",
     [
-        ("perplexty:a=b", "must be one of perplexity:NAME=GLOB, harness:TASK"),
+        ("perplexty:a=b", "must be perplexity:NAME=GLOB, harness:TASK or ruler:TASK@LENGTH"),
         ("perplexty:a=b", "did you mean 'perplexity'?"),
-        ("perplexity:", "must be one of"),
+        ("perplexity:", "must be perplexity:"),
         ("perplexity:a=nowhere/*.txt", "eval.tasks: --text=a=nowhere/*.txt: no such file"),
     ],
 )
@@ -76,6 +76,39 @@ def test_how_often():
 def test_names_of_metrics():
     found = {"alias": "x", "acc,none": 0.5, "acc_stderr,none": "N/A", "exact_match,strict": 0.1, "exact_match,flexible": 0.2}
     assert midway.metrics(found) == {"acc": 0.5, "exact_match,strict": 0.1, "exact_match,flexible": 0.2}
+
+
+@pytest.mark.parametrize(
+    "tasks,message",
+    [
+        ("ruler:vt", "must name tasks and a length: ruler:niah_single_1,vt@4096"),
+        ("ruler:niah_singel_1@512", "did you mean 'niah_single_1'?"),
+        ("ruler:qa_1@4096", "RULER has no 'qa_1' without a file"),
+        ("ruler:vt@64", "vt takes at least"),
+    ],
+)
+def test_ruler_refused_before_the_run(tasks, message):
+    pytest.importorskip("wonderwords")
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        midway.build(with_tasks(tasks), Bytes())
+
+
+@pytest.mark.slow
+def test_ruler_as_the_command_scores_it(tmp_path):
+    pytest.importorskip("wonderwords")
+    from gatedattn.evaluation import ruler
+
+    (evaluate,) = midway.build(with_tasks("ruler:niah_single_1,fwe@900", limit=3), Bytes())
+    model = Transformer(dataclasses.replace(MODEL, init_std=0.5), rngs=nnx.Rngs(0))
+    lines = evaluate(model)
+    book = ruler.Book(tmp_path, {})
+    tasks = ["niah_single_1", "fwe"]
+    ruler.evaluate(model, Bytes(), ruler.Material.read(), book, name="m", tasks=tasks, lengths=[900], samples=3)
+    for line, task in zip(lines, tasks, strict=True):
+        scores = [sample["score"] for sample in book.samples("m", task, 900)]
+        assert (line["task"], line["samples"]) == (f"ruler:{task}@900", 3) and line["score"] == pytest.approx(
+            100 * np.mean(scores)
+        )
 
 
 @pytest.mark.slow
