@@ -64,6 +64,39 @@ class MoEConfig:
             )
 
 
+@dataclass(frozen=True)
+class SwitchConfig:
+    """SwitchHead (arXiv 2312.07987): experts in place of attention's projections, see `gatedattn.layers.switch`."""
+
+    projections: str = ""  # which: v, o, vo, kv or kvo; empty: none of them. Keys go by the values' scores
+    num_experts: int = 1  # E, for each head
+    top_k: int = 1
+    split: bool = False  # the E experts share out the rows of one projection (D / E, or H / E for o): only routers are added
+    query_routers: bool = (
+        False  # a router for each query head on keys and values: N of them, as wide in the cache, rather than K
+    )
+
+    def __post_init__(self):
+        one_of(self, "projections", ("", "v", "o", "vo", "kv", "kvo"))
+        positive(self, "num_experts", "top_k")
+        check(
+            self.top_k <= self.num_experts,
+            f"switch.top_k={self.top_k} exceeds switch.num_experts={self.num_experts}: at most all experts can be chosen",
+        )
+        check(
+            bool(self.projections) or self.num_experts == 1,
+            f"switch.num_experts={self.num_experts} without switch.projections: say which, e.g. vo",
+        )
+        check(
+            "v" in self.projections or not self.query_routers,
+            f"switch.query_routers with switch.projections={self.projections!r}: only keys and values have a choice of routers",
+        )
+
+    def widths(self, projection: str) -> int:
+        """How many times as wide as a plain projection one with experts is."""
+        return self.num_experts if projection in self.projections and not self.split else 1
+
+
 POSITIONS = ("rope", "learned", "none")
 SINKS = ("none", "learned", "off_by_one")
 ATTENTIONS = ("softmax", "sigmoid", "softpick")
@@ -99,6 +132,7 @@ class TransformerConfig:
     max_seq_len: int = 4096  # rows of the learned position table; the harness reads no further, whatever the position
     rope: RopeConfig = field(default_factory=RopeConfig)
     moe: MoEConfig = field(default_factory=MoEConfig)
+    switch: SwitchConfig = field(default_factory=SwitchConfig)
     norm_eps: float = 1e-6
     norm_zero_centered: bool = False  # RMSNorm multiplies by 1 + w, w from zero (Qwen3-Next), instead of w from one
     sandwich_norm: bool = False  # also normalise each sub-layer's output before it joins the residual stream
@@ -166,6 +200,17 @@ class TransformerConfig:
             self.attention == "softmax" or not self.registers,
             f"registers={self.registers} with attention={self.attention}: register tokens join a softmax only; set registers=0",
         )
+        switch = self.switch
+        check(
+            not (self.attention_bias and "v" in switch.projections),
+            f"attention_bias with switch.projections={switch.projections}: experts have no biases; set attention_bias=False",
+        )
+        for letter, name in (("v", "d_model"), ("o", "head_dim")):
+            size = getattr(self, name)
+            check(
+                not (switch.split and letter in switch.projections and size % switch.num_experts),
+                f"switch.split cuts {name}={size} into switch.num_experts={switch.num_experts} parts, which does not divide it",
+            )
 
     def _check_pattern(self):
         count = len(self.period)
@@ -211,6 +256,11 @@ class TransformerConfig:
     @property
     def gate_specs(self) -> tuple[gates_lib.GateSpec, ...]:
         return gates_lib.parse(self.gates)
+
+    @property
+    def cache_heads(self) -> int:
+        """Heads of the keys and values that attention looks at: K, or N where each query head has values of its own."""
+        return self.num_heads if self.switch.query_routers else self.num_kv_heads
 
     @property
     def is_moe(self) -> bool:

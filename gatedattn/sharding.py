@@ -28,7 +28,7 @@ RULES = (
     (r"attention/query/kernel", "DNH"),
     (r"attention/(key|value)/kernel", "DKH"),
     (r"attention/output/kernel", "NHD"),
-    (r"attention/gates/\d+/kernel", "DN."),
+    (r"attention/gates/\d+/kernel|attention/(value|output)_router/kernel", "DN."),
     (r"mlp/(gate|up)/kernel|shared/(gate|up)/kernel", "DF"),
     (r"mlp/down/kernel|shared/down/kernel", "FD"),
     (r"moe/router/kernel", "D."),

@@ -194,8 +194,12 @@ def count(config: TransformerConfig) -> dict[str, int]:
 
 def _active(config: TransformerConfig, path: str, size: int) -> int:
     """How many of a parameter's numbers one token meets."""
-    expert = re.search(r"moe/(gate|up|down)/", path)
-    return size * config.moe.top_k // config.moe.num_experts if expert else size
+    if re.search(r"moe/(gate|up|down)/", path):
+        return size * config.moe.top_k // config.moe.num_experts
+    projection = re.search(r"attention/(key|value|output)/kernel", path)
+    if projection and projection[1][0] in config.switch.projections:
+        return size * config.switch.top_k // config.switch.num_experts
+    return size
 
 
 def flops_per_token(config: TransformerConfig, seq_len: int) -> int:

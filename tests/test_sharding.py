@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, PartitionSpec
 
 from gatedattn import RunConfig, Transformer, TransformerConfig
-from gatedattn.config import MeshConfig, MoEConfig, OptimizerConfig, TrainConfig
+from gatedattn.config import MeshConfig, MoEConfig, OptimizerConfig, SwitchConfig, TrainConfig
 from gatedattn.gates import CHOICES, GateSpec, format
 from gatedattn.sharding import AXES, constrain, map_shards, partition_spec, pin, shardings
 from gatedattn.training.placement import AXES as MESH_AXES
@@ -46,10 +46,11 @@ def models(draw):
     gates = draw(st.lists(gate_specs(), max_size=3, unique=True))
     return TransformerConfig(
         vocab_size=48, d_model=16, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, ffn_dim=24, gates=format(gates),
-        qk_norm=draw(boolean), attention_bias=draw(boolean), output_bias=draw(boolean), sdpa_norm=draw(boolean),
+        qk_norm=draw(boolean), output_bias=draw(boolean), sdpa_norm=draw(boolean),
         sink=draw(st.sampled_from(["none", "learned", "off_by_one"])), position=draw(st.sampled_from(["rope", "learned", "none"])),
         moe=MoEConfig(num_experts=experts, top_k=2, expert_dim=8, shared_dim=draw(st.sampled_from([0, 8])), shared_gate=draw(boolean)),
-        sandwich_norm=draw(boolean), tie_embeddings=draw(boolean),
+        sandwich_norm=draw(boolean), tie_embeddings=draw(boolean), registers=draw(st.sampled_from([0, 2])),
+        switch=draw(st.sampled_from([SwitchConfig(), SwitchConfig("kvo", num_experts=2), SwitchConfig("v", query_routers=True)])),
     )  # fmt: skip
 
 
@@ -179,6 +180,8 @@ MIXED = dataclasses.replace(
 )
 RIVALS = {
     "registers": dataclasses.replace(CONFIG, gates="g1:headwise:value+g2:slice", registers=3, sink="learned"),
+    "switch": dataclasses.replace(CONFIG, gates="none", switch=SwitchConfig("kvo", num_experts=4, top_k=2)),
+    "switch, split": dataclasses.replace(CONFIG, switch=SwitchConfig("vo", num_experts=2, split=True, query_routers=True)),
     "sigmoid": dataclasses.replace(CONFIG, gates="none", attention="sigmoid", sigmoid_length=16),
 }
 B, T = 8, 16  # context=8 divides it, too

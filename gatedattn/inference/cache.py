@@ -82,7 +82,7 @@ class KVCache:
         slots = min([columns, *windows])
 
         def zeros(size: int) -> Array:
-            shape = (config.num_layers, batch, config.num_kv_heads, size, config.head_dim)
+            shape = (config.num_layers, batch, config.cache_heads, size, config.head_dim)
             return constrain(jnp.zeros(shape, dtype or config.dtype), "LBKSH")
 
         return cls(zeros(slots), zeros(slots), zeros(policy.sinks), zeros(policy.sinks))

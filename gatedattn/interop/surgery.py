@@ -81,9 +81,9 @@ def add_gates(
     like = old["layers/attention/query/kernel"]
     rngs, new = rngs or nnx.Rngs(0), {}
     for number, spec in enumerate(specs, start=len(before)):
-        heads = config.num_kv_heads if spec.position in ("g2", "g3") else config.num_heads
+        heads = config.cache_heads if spec.position in ("g2", "g3") else config.num_heads
         keys = jax.random.split(rngs.params(), config.num_layers)
-        values = config.num_kv_heads * config.head_dim
+        values = config.cache_heads * config.head_dim
         fresh = jax.vmap(
             lambda key, s=spec, n=heads: gates_lib.init(key, s, config.d_model, n, config.head_dim, like.dtype, values)
         )(keys)

@@ -14,13 +14,14 @@ from jaxtyping import Array, Float, Int
 
 from gatedattn import gates as gates_lib
 from gatedattn import kernels
-from gatedattn.config import RopeConfig, TransformerConfig
+from gatedattn.config import RopeConfig, SwitchConfig, TransformerConfig
 from gatedattn.gates import GateSpec
 from gatedattn.kernels.prefix import Prefix
 from gatedattn.kernels.weights import Weights
 from gatedattn.layers import rope as rope_lib
 from gatedattn.layers.linear import Linear
 from gatedattn.layers.norm import RMSNorm
+from gatedattn.layers.switch import Router, before_output, project_in
 from gatedattn.sharding import constrain
 
 Probe = Callable[..., dict[str, Array]]
@@ -99,6 +100,7 @@ class GatedAttention(nnx.Module):
         attention: "softmax", "sigmoid" or "softpick", see `gatedattn.kernels.weights.Weights`; sigmoid attention needs
             sigmoid_length, the n of its bias -ln n.
         sdpa_norm: RMSNorm on each head's y; sdpa_activation: "silu" on y. The paper's parameter-poor controls (Table 3).
+        switch: experts in place of the key, value and output projections (SwitchHead), see `gatedattn.layers.switch`.
         use_bias, output_bias: biases of the q, k, v projections and of the output projection.
         dtype, param_dtype: of the computation and of the parameters. Scores, norms and gates are float32 inside.
         kernel: attention implementation, see `gatedattn.kernels`. All differentiate backwards only, but "reference", which JAX
@@ -124,6 +126,7 @@ class GatedAttention(nnx.Module):
         sigmoid_length: int = 0,
         sdpa_norm: bool = False,
         sdpa_activation: str = "none",
+        switch: SwitchConfig = SwitchConfig(),
         use_bias: bool = False,
         output_bias: bool = False,
         norm_eps: float = 1e-6,
@@ -139,17 +142,22 @@ class GatedAttention(nnx.Module):
             vocab_size=1, ffn_dim=1, num_layers=1, d_model=d_model, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim,
             gates=gates_lib.format(specs), window=window, sink=sink, sdpa_activation=sdpa_activation, norm_eps=norm_eps,
             init_std=init_std, kernel=kernel, position="none" if rope is None else "rope", rope=rope or RopeConfig(),
-            attention=attention, sigmoid_length=sigmoid_length,
+            attention=attention, sigmoid_length=sigmoid_length, switch=switch, attention_bias=use_bias,
         )  # fmt: skip
+        self.switch = switch
+        kv_heads = num_heads if switch.query_routers else num_kv_heads
         self.weights = Weights(attention, -math.log(sigmoid_length) if sigmoid_length else 0.0)
         self.head_dim, self.rope, self.window, self.sink_kind = head_dim, rope, window, sink
         self.sdpa_activation, self.kernel = sdpa_activation, kernel
 
         linear = functools.partial(Linear, init_std=init_std, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
         self.query = linear(d_model, (num_heads, head_dim), bias=use_bias)
-        self.key = linear(d_model, (num_kv_heads, head_dim), bias=use_bias)
-        self.value = linear(d_model, (num_kv_heads, head_dim), bias=use_bias)
-        self.output = linear((num_heads, head_dim), d_model, bias=output_bias)
+        self.key = linear(d_model, (num_kv_heads, switch.widths("k") * head_dim), bias=use_bias)
+        self.value = linear(d_model, (num_kv_heads, switch.widths("v") * head_dim), bias=use_bias)
+        self.output = linear((num_heads, switch.widths("o") * head_dim), d_model, bias=output_bias)
+        router = functools.partial(Router, d_model, config=switch, param_dtype=param_dtype, rngs=rngs)
+        self.value_router = router(kv_heads) if "v" in switch.projections else None
+        self.output_router = router(num_heads) if "o" in switch.projections else None
 
         norm = functools.partial(RMSNorm, head_dim, eps=norm_eps, zero_centered=norm_zero_centered, param_dtype=param_dtype)
         self.query_norm, self.key_norm = (norm(), norm()) if qk_norm else (None, None)
@@ -159,9 +167,9 @@ class GatedAttention(nnx.Module):
             Gate(
                 spec,
                 d_model=d_model,
-                num_heads=num_kv_heads if spec.position in ("g2", "g3") else num_heads,
+                num_heads=kv_heads if spec.position in ("g2", "g3") else num_heads,
                 head_dim=head_dim,
-                value_dim=num_kv_heads * head_dim,
+                value_dim=kv_heads * head_dim,
                 param_dtype=param_dtype,
                 rngs=rngs,
             )
@@ -222,8 +230,18 @@ class GatedAttention(nnx.Module):
 
         with jax.named_scope("qkv"):
             q = constrain(self.query(x), "BTNH")
-            k = constrain(self.key(x), "BTKH")
-            v = constrain(self.value(x), "BTKH")
+            chosen = None if self.value_router is None else self.value_router(x)
+
+            def project(linear, letter):
+                if letter in self.switch.projections:
+                    return constrain(project_in(linear, x, chosen, self.switch), "BTKH")
+                y = constrain(linear(x), "BTKH")
+                if not self.switch.query_routers:
+                    return y
+                shape = (*y.shape[:3], q.shape[2] // y.shape[2], y.shape[3])
+                return constrain(jnp.broadcast_to(y[..., None, :], shape).reshape(q.shape), "BTNH")
+
+            k, v = project(self.key, "k"), project(self.value, "v")
             if self.query_norm is not None:
                 q, k = self.query_norm(q), self.key_norm(k)
         with jax.named_scope("gate"):
@@ -257,7 +275,8 @@ class GatedAttention(nnx.Module):
         with jax.named_scope("gate"):
             gated = constrain(gate("g1", y, query), "BTNH")
         with jax.named_scope("output"):
-            out = gate("g5", constrain(self.output(gated), "BTD"))
+            inner = gated if self.output_router is None else before_output(gated, self.output_router(x), self.switch)
+            out = gate("g5", constrain(self.output(inner), "BTD"))
 
         aux = {"cache": updated[0]} if updated else {}
         aux |= {"prefix": (k[0], v[0])} if keep else {}

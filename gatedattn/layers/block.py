@@ -71,6 +71,7 @@ class GatedAttentionBlock(nnx.Module):
             sigmoid_length=config.sigmoid_length,
             sdpa_norm=config.sdpa_norm,
             sdpa_activation=config.sdpa_activation,
+            switch=config.switch,
             use_bias=config.attention_bias,
             output_bias=config.output_bias,
             norm_eps=config.norm_eps,

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from gatedattn.config import ConfigError, MoEConfig, RopeConfig
+from gatedattn.config import ConfigError, MoEConfig, RopeConfig, SwitchConfig
 from gatedattn.inference import CachePolicy, score
 from gatedattn.inference.cache import KVCache
 from gatedattn.inference.decode import forward
@@ -27,6 +27,7 @@ CONFIGS = {
     "sigmoid": dict(attention="sigmoid", sigmoid_length=T, window=5),
     "softpick": dict(attention="softpick"),
     "registers": dict(registers=3, window=5, sink="learned", pattern="window=4|window=0"),
+    "switch": dict(switch=SwitchConfig("kvo", num_experts=4, top_k=2, query_routers=True), gates="g2:headwise"),
     "linear": dict(rope=RopeConfig(scaling="linear", factor=4.0), gates="g1:headwise"),
     "yarn": dict(rope=RopeConfig(scaling="yarn", factor=4.0, original_max_len=64, fraction=0.5, theta=100.0)),
     "learned positions": dict(position="learned", max_seq_len=T, tie_embeddings=False, qk_norm=False, embedding_scale=2.0),
