@@ -299,6 +299,8 @@ def test_a_question_whose_paragraphs_do_not_fit_is_passed_over(material, tokeniz
     long = Material(material.words, material.essay, {"qa_1": Questions.read(tmp_path / "squad.json")})
     samples = list(Suite(long, tokenizer).samples("qa_1", 1000, 100))
     assert [sample.index for sample in samples] == [0, *range(2, 90)]
+    assert [sample.index for sample in Suite(long, tokenizer).samples("qa_1", 1000, 2, start=1)] == [2, 3]
+    assert not list(Suite(long, tokenizer).samples("qa_1", 1000, 2, start=90))
 
 
 CONFIG = dict(
@@ -368,8 +370,10 @@ def test_the_command(model, tokenizer, tmp_path, capsys, monkeypatch):
     assert main([*common, "--tasks=niah_single_2", "--samples=3"]) == 0
     assert lines("niah_single_2")[:2] == first and len(lines("niah_single_2")) == 3
     monkeypatch.setattr(run, "Generator", None)
-    assert main([*common, tasks, f"--qa_1={tmp_path}/squad.json", "--samples=2"]) == 0
+    assert main([*common, tasks, f"--qa_1={tmp_path}/squad.json", "--samples=1"]) == 0
     monkeypatch.undo()
+    found = json.loads((out / "ruler.json").read_text())["models"]["tiny"]["scores"]
+    assert (found["niah_single_2"]["640"]["samples"], found["qa_1"]["640"]["samples"]) == (3, 2)
 
     capsys.readouterr()
     for arguments, fault in (

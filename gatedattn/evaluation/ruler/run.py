@@ -44,6 +44,7 @@ def evaluate(
 
     Args:
         name: what the book calls the model.
+        samples: of each task and length, those that are in the book already included; if it has more, all of them count.
         batch_size: prompts at a time; fewer where they would hold more than `TOGETHER` tokens.
 
     Raises:
@@ -56,19 +57,20 @@ def evaluate(
     if config.position == "learned" and max(lengths) > config.max_seq_len:
         raise ConfigError(f"--lengths={max(lengths)}: {name} has learned {config.max_seq_len} positions")
     suite = Suite(material, tokenizer, seed)
-    for length in lengths:
-        for task in tasks:
+    done = {(length, task): book.samples(name, task, length) for length in lengths for task in tasks}
+    for (length, task), records in done.items():
+        if len(records) < samples:
             next(suite.samples(task, length, 1))
     book.model(name, fingerprint(model, tokenizer))
-    done = {(length, task): book.samples(name, task, length)[:samples] for length in lengths for task in tasks}
     generator = None
     with tqdm(total=samples * len(done), disable=None, file=sys.stderr) as bar:
         for (length, task), records in done.items():
             bar.set_description(f"{name} {task} {length}")
-            bar.update(len(records))
+            bar.update(min(len(records), samples))
             size = max(1, min(batch_size, samples, TOGETHER // length))
             size = -(-samples // -(-samples // size))  # the last batch as full as the others
-            waiting = islice(suite.samples(task, length, samples), len(records), None)
+            start = records[-1]["index"] + 1 if records else 0
+            waiting = suite.samples(task, length, samples - len(records), start)
             while batch := list(islice(waiting, size)):
                 generator = generator or Generator(model)
                 found = answers(generator, tokenizer, batch + batch[-1:] * (size - len(batch)), TASKS[task])

@@ -37,21 +37,21 @@ class Suite:
         self.material, self.tokenizer, self.seed = material, tokenizer, seed
         self._sizes: dict[tuple[str, int], int] = {}
 
-    def samples(self, name: str, length: int, count: int) -> Iterator[Sample]:
-        """The first `count`; fewer if a question-answering file has fewer questions whose paragraphs fit into the length.
-
-        Raises `ConfigError` if none fits.
-        """
-        file, found, index = self.material.questions.get(name), 0, 0
-        while found < count and (file is None or index < len(file.questions)):
+    def samples(self, name: str, length: int, count: int, start: int = 0) -> Iterator[Sample]:
+        """`count` of them from index `start` on; of a file with questions those whose paragraphs fit into the length, as far as
+        there are any. Raises `ConfigError` if there is none at all."""
+        file = self.material.questions.get(name)
+        found = 0
+        for index in range(start, len(file.questions) if file else start + count):
+            if found >= count:
+                return
             try:
                 yield self.sample(name, length, index)
                 found += 1
             except ConfigError:  # the paragraphs that hold the answer do not fit
                 if file is None:
                     raise
-            index += 1
-        if not found and count:
+        if file and not found and not start:
             raise ConfigError(f"--lengths={length}: no question of {name} fits with its paragraphs; take it out of --tasks")
 
     def sample(self, name: str, length: int, index: int) -> Sample:
