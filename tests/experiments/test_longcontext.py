@@ -1,0 +1,70 @@
+"""Needles in speeches: what a document states it repeats, what a question asks can be found, and the table that comes of it."""
+
+import json
+from random import Random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from experiments.longcontext import config, measure, needles
+from gatedattn.data.tokenizers import Bytes
+
+FILLER = np.frombuffer(b"and the people of this country know it. " * 60, np.uint8).astype(np.int32)
+
+
+@given(st.integers(0, 10_000))
+def test_a_document_states_two_facts_and_repeats_them(seed):
+    passage = [f"w{i}" for i in range(needles.WORDS)]
+    text = needles.document(Random(seed), passage)
+    pieces = text.split("The word of ")
+    assert len(pieces) == 1 + 2 * needles.FACTS
+    facts = [piece.split(".")[0] for piece in pieces[1:]]
+    assert sorted(facts[:2]) == sorted(facts[2:]) and len({f.split()[0] for f in facts}) == 2
+    rest = [word for word in text.split() if word.startswith("w")]
+    assert [word for word in rest if word[1:].isdecimal()] == passage
+
+
+@settings(max_examples=50)
+@given(st.integers(0, 10_000), st.sampled_from([128, 200, 512]))
+def test_a_question_is_as_long_as_asked_and_answered_by_its_text(seed, length):
+    ids, answer = needles.question(Random(seed), Bytes(), FILLER, length)
+    assert len(ids) == length + 1 and ids[0] == 256
+    text = bytes(ids[1:].tolist()).decode()
+    value, before = text[-answer:], text[:-answer]
+    asked = before[before.rindex("The word of") :]
+    assert asked.endswith(" is") and before.count(asked) == 2 and f"{asked}{value}." in before  # stated once, asked once
+    others = [needles.fact(key) for key in needles.KEYS if needles.fact(key) != asked]
+    assert sum(before.count(other) for other in others) == needles.FACTS - 1
+
+
+def test_facts_lie_at_every_depth():
+    depths = []
+    for seed in range(300):
+        ids, answer = needles.question(Random(seed), Bytes(), FILLER, 512)
+        text = bytes(ids[1:].tolist()).decode()
+        depths.append(text.index(text[text.rindex("The word of") : -answer]) / 512)
+    assert np.percentile(depths, 5) < 0.1 and np.percentile(depths, 95) > 0.75
+
+
+@pytest.mark.slow
+def test_from_text_to_table(tmp_path, capsys):
+    from gatedattn.config import RunConfig, from_mapping
+    from gatedattn.training import loop
+
+    needles.main([f"--out={tmp_path}/text", "--documents=40"])
+    recipe = config.get_config("smoke,gate=g1").to_dict()
+    recipe["data"] |= {"source": f"text:{tmp_path}/text/*.txt", "cache_dir": str(tmp_path / "cache")}
+    recipe["train"] |= {"steps": 2}
+    loop.train(from_mapping(RunConfig, recipe), tmp_path / "run")
+    argv = [str(tmp_path / "run"), f"--out={tmp_path}/out", "--questions=4", "--speeches=1"]
+    measure.main(argv)
+    (run,) = json.loads((tmp_path / "out/results.json").read_text())["runs"]
+    assert {"plain 1", "plain 8", "yarn 2", "yarn 8"} <= set(run) and "yarn 1" not in run
+    assert run["plain 8"]["loss"] != run["yarn 8"]["loss"] and 0 <= run["plain 1"]["found"] <= 1
+    assert len((tmp_path / "out/table.md").read_text().splitlines()) == 2 + 4
+    assert (tmp_path / "out/longcontext.png").stat().st_size > 10_000
+    capsys.readouterr()
+    measure.main(argv)
+    assert "found" not in capsys.readouterr().out.split("| model")[0]
