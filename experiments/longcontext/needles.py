@@ -2,8 +2,9 @@
 
     python -m experiments.longcontext.needles --out=DIR [--documents=12000]
 
-Writes DIR/NNNNN.txt, each a passage of a State of the Union address of 40 words in which two facts stand, "The word of Ohio is river.",
-and which ends with both facts again: at the second "is" the word is known to who finds the first. Held-out speeches are left out.
+Writes DIR/NNNNN.txt. Two of three are a passage of a State of the Union address of 40 words in which two facts stand, "The word of Ohio is
+river.", and which ends with both facts again: at the second "is" the word is known to who finds the first. The third are 24 random words
+of the speeches, twice: heads that look for what followed before form late without them. Held-out speeches are left out.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ VALUES = (
     "river stone garden window silver engine letter market winter summer island forest bridge candle harbor mirror orange pepper rocket "
     "saddle temple valley violet wagon apple basket copper desert eagle feather guitar hammer"
 ).split()
-FACTS, WORDS = 2, 40
+FACTS, WORDS, ECHOED = 2, 40, 24
 
 
 def fact(key: str) -> str:
@@ -48,6 +49,12 @@ def document(rng: Random, passage: list[str]) -> str:
         words.insert(rng.randint(0, len(words)), f"{fact(key)} {value}.")
     asked = rng.sample(facts, FACTS)
     return " ".join([*words, *(f"{fact(key)} {value}." for key, value in asked)])
+
+
+def echo(rng: Random, words: list[str]) -> str:
+    """A training document whose second half is its first."""
+    drawn = rng.choices(words, k=ECHOED)
+    return " ".join([*drawn, *drawn])
 
 
 def question(
@@ -83,7 +90,8 @@ def main(argv: list[str] | None = None) -> None:
     for number in range(args.documents):
         rng = Random(number)
         start = rng.randrange(len(words) - WORDS)
-        (args.out / f"{number:05}.txt").write_text(document(rng, words[start : start + WORDS]))
+        text = document(rng, words[start : start + WORDS]) if number % 3 else echo(rng, words)
+        (args.out / f"{number:05}.txt").write_text(text)
     print(f"{args.out}: {args.documents} documents")
 
 
