@@ -25,6 +25,7 @@ from gatedattn.checks import suggest as suggest
 from gatedattn.model_config import GROUPED_KERNELS as GROUPED_KERNELS
 from gatedattn.model_config import KERNELS as KERNELS
 from gatedattn.model_config import MoEConfig as MoEConfig
+from gatedattn.model_config import NSAConfig as NSAConfig
 from gatedattn.model_config import RopeConfig as RopeConfig
 from gatedattn.model_config import SwitchConfig as SwitchConfig
 from gatedattn.model_config import TransformerConfig

@@ -97,6 +97,39 @@ class SwitchConfig:
         return self.num_experts if projection in self.projections and not self.split else 1
 
 
+@dataclass(frozen=True)
+class NSAConfig:
+    """Native sparse attention (arXiv 2502.11089), see `gatedattn.layers.nsa`. Sizes are in tokens, the paper's by default."""
+
+    enabled: bool = False
+    gate: str = "learned"  # learned: a sigmoid for each query head and branch | equal: 1/3 each
+    sparse: bool = True  # False: every branch reads all tokens, so that what is left of NSA are its gates
+    separate: bool = True  # each branch has keys and values of its own
+    compression: str = "mlp"  # mlp | mean: of the tokens of a block
+    compress_block: int = 32  # l
+    compress_stride: int = 16  # d, divides both kinds of blocks
+    select_block: int = 64  # l'
+    select_count: int = 16  # n, the first block and the last two among them
+    window: int = 512
+
+    def __post_init__(self):
+        one_of(self, "gate", ("learned", "equal"))
+        one_of(self, "compression", ("mlp", "mean"))
+        positive(self, "compress_block", "compress_stride", "select_block", "window")
+        block, stride = self.compress_block, self.compress_stride
+        check(
+            block <= self.select_block and block % stride == self.select_block % stride == 0,
+            f"nsa.compress_stride={stride} must divide nsa.compress_block={block} and nsa.select_block={self.select_block}, "
+            "of which the first may not be the larger",
+        )
+        check(self.select_count >= 3, f"nsa.select_count={self.select_count}: at least 3, the first block and the last two")
+
+    @property
+    def branches(self) -> int:
+        """How many keys and values a KV head has."""
+        return 3 if self.enabled and self.separate else 1
+
+
 POSITIONS = ("rope", "learned", "none")
 SINKS = ("none", "learned", "off_by_one")
 ATTENTIONS = ("softmax", "sigmoid", "softpick")
@@ -133,6 +166,7 @@ class TransformerConfig:
     rope: RopeConfig = field(default_factory=RopeConfig)
     moe: MoEConfig = field(default_factory=MoEConfig)
     switch: SwitchConfig = field(default_factory=SwitchConfig)
+    nsa: NSAConfig = field(default_factory=NSAConfig)
     norm_eps: float = 1e-6
     norm_zero_centered: bool = False  # RMSNorm multiplies by 1 + w, w from zero (Qwen3-Next), instead of w from one
     sandwich_norm: bool = False  # also normalise each sub-layer's output before it joins the residual stream
@@ -179,7 +213,7 @@ class TransformerConfig:
         for spec in specs:
             if spec.in_dim > self.d_model:
                 raise ConfigError(f"gate {spec}: in_dim={spec.in_dim} exceeds d_model={self.d_model}")
-            heads = self.num_kv_heads if spec.position in ("g2", "g3") else self.num_heads
+            heads = self.cache_heads if spec.position in ("g2", "g3") else self.num_heads
             if spec.source == "slice" and self.d_model % heads:
                 raise ConfigError(f"gate {spec}: d_model={self.d_model} cannot be cut into a slice for each of {heads} heads")
         self._check_attention()
@@ -201,6 +235,14 @@ class TransformerConfig:
             f"registers={self.registers} with attention={self.attention}: register tokens join a softmax only; set registers=0",
         )
         switch = self.switch
+        if self.nsa.enabled:
+            plain = {"attention": "softmax", "sink": "none", "registers": 0, "window": 0, "switch": SwitchConfig()}
+            for name, value in plain.items():
+                given = switch.projections if name == "switch" else getattr(self, name)
+                check(
+                    getattr(self, name) == value,
+                    f"{name}={given} with nsa.enabled: its three branches are plain softmax attention, with nsa.window for the window",
+                )
         check(
             not (self.attention_bias and "v" in switch.projections),
             f"attention_bias with switch.projections={switch.projections}: experts have no biases; set attention_bias=False",
@@ -259,8 +301,8 @@ class TransformerConfig:
 
     @property
     def cache_heads(self) -> int:
-        """Heads of the keys and values that attention looks at: K, or N where each query head has values of its own."""
-        return self.num_heads if self.switch.query_routers else self.num_kv_heads
+        """Heads of the keys and values that attention looks at: K, 3 K with three branches, N where each query head has its own."""
+        return self.num_heads if self.switch.query_routers else self.num_kv_heads * self.nsa.branches
 
     @property
     def is_moe(self) -> bool:

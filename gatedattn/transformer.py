@@ -209,16 +209,29 @@ def flops_per_token(config: TransformerConfig, seq_len: int) -> int:
     layer; a causal query sees (T + 1) / 2 keys on average, fewer with a window (so causal attention counts half), and the registers
     (whose own way through the layers, once a batch, is left out).
     """
-    counts = count(config)
+    counts, nsa = count(config), config.nsa
     looked_up = config.d_model * (config.max_seq_len if config.position == "learned" else 0)
     looked_up += 0 if config.tie_embeddings else config.d_model * config.vocab_size
     looked_up += config.d_model * config.registers
+    if nsa.enabled and nsa.sparse and nsa.compression == "mlp":  # once for a block, not for a token
+        maps = 2 * config.num_kv_heads * (nsa.compress_block + 1) * config.head_dim**2
+        looked_up += config.num_layers * (2 * (nsa.compress_block + 1) * config.head_dim**2 - maps // nsa.compress_stride)
+        looked_up += config.num_layers * 2 * nsa.compress_block * config.head_dim
     return round(3 * (2 * (counts["params_active"] - looked_up) + _attention_flops(config, seq_len)))
 
 
 def _attention_flops(config: TransformerConfig, seq_len: int) -> float:
-    windows = [min(layer.window or seq_len, seq_len) for layer in config.period]
-    keys = sum(w - w * (w - 1) / (2 * seq_len) for w in windows) / len(windows)  # mean over queries of min(t + 1, window)
+    def read(window: int) -> float:
+        w = min(window or seq_len, seq_len)
+        return w - w * (w - 1) / (2 * seq_len)  # mean over queries of min(t + 1, window)
+
+    nsa, keys = config.nsa, sum(read(layer.window) for layer in config.period) / len(config.period)
+    if nsa.enabled and not nsa.sparse:
+        keys *= 3
+    elif nsa.enabled:
+        ends = range(nsa.compress_block - 1, seq_len, nsa.compress_stride)  # of the compressed blocks
+        compressed = sum(seq_len - end for end in ends) / seq_len
+        keys = compressed + read(nsa.select_block * nsa.select_count) + read(nsa.window)
     return 4 * config.num_layers * config.num_heads * config.head_dim * (keys + config.registers)
 
 

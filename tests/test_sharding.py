@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, PartitionSpec
 
 from gatedattn import RunConfig, Transformer, TransformerConfig
-from gatedattn.config import MeshConfig, MoEConfig, OptimizerConfig, SwitchConfig, TrainConfig
+from gatedattn.config import MeshConfig, MoEConfig, NSAConfig, OptimizerConfig, SwitchConfig, TrainConfig
 from gatedattn.gates import CHOICES, GateSpec, format
 from gatedattn.sharding import AXES, constrain, map_shards, partition_spec, pin, shardings
 from gatedattn.training.placement import AXES as MESH_AXES
@@ -69,6 +69,9 @@ def test_every_parameter_of_every_model_has_a_place(config):
 def test_known_places():
     assert partition_spec("layers/attention/key/kernel", 4) == P(None, "fsdp", "tensor", None)
     assert partition_spec("layers/attention/gates/0/kernel", 4) == P(None, "fsdp", "tensor", None)
+    assert partition_spec("layers/attention/value_router/kernel", 4) == P(None, "fsdp", "tensor", None)
+    assert partition_spec("layers/attention/sparse/gate/kernel", 4) == P(None, "fsdp", "tensor", None)
+    assert partition_spec("layers/attention/sparse/compress_key/inner/kernel", 3) == P(None, "fsdp", None)
     assert partition_spec("layers/moe/down/kernel", 4) == P(None, "expert", "tensor", "fsdp")
     assert partition_spec("layers/attention/query_norm/weight", 2) == P(None, None)
     assert partition_spec("attention/output/kernel", 3) == P("tensor", None, "fsdp")  # a layer by itself
@@ -182,6 +185,9 @@ RIVALS = {
     "registers": dataclasses.replace(CONFIG, gates="g1:headwise:value+g2:slice", registers=3, sink="learned"),
     "switch": dataclasses.replace(CONFIG, gates="none", switch=SwitchConfig("kvo", num_experts=4, top_k=2)),
     "switch, split": dataclasses.replace(CONFIG, switch=SwitchConfig("vo", num_experts=2, split=True, query_routers=True)),
+    "nsa": dataclasses.replace(
+        CONFIG, nsa=NSAConfig(True, compress_block=4, compress_stride=2, select_block=4, select_count=3, window=3)
+    ),
     "sigmoid": dataclasses.replace(CONFIG, gates="none", attention="sigmoid", sigmoid_length=16),
 }
 B, T = 8, 16  # context=8 divides it, too
@@ -273,7 +279,8 @@ def test_explicit_mesh(alone, config):
 @pytest.mark.parametrize("config", RIVALS.values(), ids=RIVALS)
 def test_other_systems_divided(config, kind):
     alone = loss_and_grads(config, MeshConfig(fsdp=1), 1)[0]
-    compare(loss_and_grads(config, MeshConfig(fsdp=2, tensor=2, context=2), 8, kind), alone)
+    other = {"expert": 2} if config.nsa.enabled else {"context": 2}
+    compare(loss_and_grads(config, MeshConfig(fsdp=2, tensor=2, **other), 8, kind), alone)
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])

@@ -76,7 +76,9 @@ class KVCache:
     @classmethod
     def empty(cls, config: TransformerConfig, policy: CachePolicy, batch: int, columns: int, dtype=None) -> KVCache:
         """Room for `columns` columns, or fewer if the policy or the model's own window let go of them sooner. All layers have as much
-        as the one that looks furthest back."""
+        as the one that looks furthest back. Raises `ConfigError` if the model's attention must be able to look at everything."""
+        if config.nsa.enabled and str(policy) != "full":
+            raise ConfigError(f"cache={policy}: native sparse attention (model.nsa) chooses among all tokens: use full")
         widest = max(layer.window or columns for layer in config.period)
         windows = [w for w in (policy.window, widest) if w]
         slots = min([columns, *windows])
@@ -137,6 +139,23 @@ class LayerCache:
             ("B.K.", "BK.", *ring),
         )
         return y, lse, replace(self, arrays=KVCache(*arrays))
+
+    def extend(self, k, v):
+        """See `gatedattn.layers.attention.Cache`. Only for the policy `full`, under which a column is a slot."""
+        B, T, M, H = k.shape
+        grown = []
+        for stored, new in ((self.arrays.keys, k), (self.arrays.values, v)):
+            ring, _ = _store(stored, new.swapaxes(1, 2), self.layer, self.column)
+            grown.append(ring)
+
+        def by_position(ring):
+            held = ring if self.layer is None else jax.lax.dynamic_index_in_dim(ring, self.layer, keepdims=False)
+            held = held.reshape(B, M, -1, H)
+            columns = jnp.minimum(jnp.arange(held.shape[2]) + self.padding[:, None], held.shape[2] - 1)
+            return jnp.take_along_axis(held, columns[:, None, :, None], axis=2).swapaxes(1, 2).astype(k.dtype)
+
+        t = self.column + jnp.arange(T) - self.padding[:, None]
+        return *map(by_position, grown), t, replace(self, arrays=replace(self.arrays, keys=grown[0], values=grown[1]))
 
     def _attend(self, q, k, v, rope: RopeConfig | None, window: int, weights: Weights, prefix: Prefix | None):
         T, n = q.shape[1], self.policy.sinks

@@ -7,8 +7,8 @@ from gatedattn.gates import GateSpec
 from gatedattn.interop.hf_config import AUTHORS_FLAGS, refuse
 
 UNKNOWN = (
-    "pattern", "sink", "attention", "registers", "switch", "sdpa_norm", "sdpa_activation", "position", "sandwich_norm", "embedding_scale",
-    "activation_clip",
+    "pattern", "sink", "attention", "registers", "switch", "nsa", "sdpa_norm", "sdpa_activation", "position", "sandwich_norm",
+    "embedding_scale", "activation_clip",
 )  # fmt: skip
 
 

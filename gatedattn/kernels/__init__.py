@@ -11,7 +11,7 @@ import warnings
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from gatedattn.kernels import context
 from gatedattn.kernels.prefix import Prefix, join, log_sum_exp
@@ -31,6 +31,7 @@ class Capability:
     segment_ids: bool = True  # packed documents do not see each other
     window: bool = True
     weights: tuple[str, ...] = ("softmax",)
+    selected: bool = False  # each query its own choice of blocks of keys
     sinks: str = "lse"  # kernel: sink logits inside it; lse: through a log-sum-exp that has a gradient; "": none
     lse: bool = True  # returns its log-sum-exp; otherwise the chunked kernel computes it, where one is asked for
     context: int = 0  # queries spread over the mesh axis `context`, each device's a multiple of this; 0: not
@@ -42,10 +43,10 @@ class Capability:
 
 CAPABILITIES = {
     "reference": Capability(
-        "reference:attention", dtypes=("bfloat16", "float16", "float32", "float64"), weights=KINDS, context=1, memory="T x T"
+        "reference:attention", dtypes=("bfloat16", "float16", "float32", "float64"), weights=KINDS, selected=True, context=1, memory="T x T"
     ),
     "chunked": Capability(
-        "chunked:attention", dtypes=("bfloat16", "float16", "float32", "float64"), weights=KINDS, context=1, saved=True
+        "chunked:attention", dtypes=("bfloat16", "float16", "float32", "float64"), weights=KINDS, selected=True, context=1, saved=True
     ),
     "splash": Capability(
         "splash:attention", ("tpu",), ("bfloat16", "float32"), sinks="kernel", context=128, head_dim=(8, 0), saved=True
@@ -71,6 +72,7 @@ class Request:
     sinks: bool = False
     prefix: bool = False
     weights: str = "softmax"
+    selected: bool = False
     context: int = 1
     seq_len: int = 0
 
@@ -97,6 +99,10 @@ def refusal(kernel: str, request: Request) -> str:
         return "has no sink logits"
     if request.prefix and (row.sinks != "lse" or request.weights != "softmax"):
         return "has no gradient for the log-sum-exp by which register tokens join in (model.registers)"
+    if request.selected and not row.selected:
+        return "cannot give each query its own choice of blocks (model.nsa)"
+    if request.context > 1 and request.selected:
+        return f"cannot spread a sequence over devices (mesh.context={request.context}) where queries choose blocks (model.nsa)"
     if request.context > 1 and not row.context:
         return f"cannot spread a sequence over devices (mesh.context={request.context})"
     if request.context > 1 and request.seq_len % (row.context * request.context):
@@ -146,6 +152,7 @@ def attention(
     sinks: Float[Array, " N"] | None = None,
     prefix: Prefix | None = None,
     weights: Weights = SOFTMAX,
+    selected: tuple[Bool[Array, "B K T J"], int] | None = None,
     kernel: str = "auto",
     interpret: bool = False,
 ) -> tuple[Float[Array, "B T N C"], Float[Array, "B N T"]]:
@@ -156,7 +163,8 @@ def attention(
     over the keys s <= t of t's own segment and, with `window` > 0, among the last `window` tokens (t's own included). `scale` is
     1/sqrt(H) by default. `sinks`: a logit per head that joins the softmax and takes its share of p. `prefix`: keys and values,
     [m, K, H] and [m, K, C], that every query sees as well, whatever its document and window. `weights`: what stands in the softmax's
-    place.
+    place. `selected`: which of the blocks of so many keys a query sees at all, one choice for the query heads of a KV head; its own
+    block must be among them.
 
     Also returns the log-sum-exp of the scores (without sinks and prefix), float32 (float64 for float64 inputs); for other weights their
     `log_total`. It is differentiable if the kernel's row says `sinks="lse"`; elsewhere its gradient is refused.
@@ -175,7 +183,8 @@ def attention(
     count = jax.sharding.get_abstract_mesh().shape[axes[0]] if axes else 1
     request = Request(
         platform="" if interpret else platform(), dtype=str(q.dtype), head_dim=q.shape[-1], segment_ids=segment_ids is not None,
-        window=window, sinks=sinks is not None, prefix=prefix is not None, weights=weights.kind, context=count, seq_len=T,
+        window=window, sinks=sinks is not None, prefix=prefix is not None,
+        weights=weights.kind, selected=selected is not None, context=count, seq_len=T,
     )  # fmt: skip
     chosen, passed = choose(kernel, request)
     if passed:
@@ -186,8 +195,9 @@ def attention(
     options |= {"interpret": True} if interpret else {}
     options |= {} if weights == SOFTMAX else {"weights": weights}
 
-    def attend(q, k, v, segment_ids, sinks, keys, values, **shard):
+    def attend(q, k, v, segment_ids, sinks, keys, values, choice=None, **shard):
         inside = {"sinks": sinks} if row.sinks == "kernel" else {}
+        inside |= {} if choice is None else {"selected": (choice, selected[1])}
         out, lse = _load(row.call)(q, k, v, segment_ids=segment_ids, **options, **inside, **shard)
         if lse is None:
             chunked = _load(CAPABILITIES["chunked"].call)
@@ -195,7 +205,7 @@ def attention(
         total = lse
         if keys is not None:
             out, total = join(q, out, lse, (keys, values), scale)
-        return add_sinks(out, total, sinks) if sinks is not None and not inside else out, lse
+        return add_sinks(out, total, sinks) if sinks is not None and "sinks" not in inside else out, lse
 
     def spread(q, k, v, segment_ids, *rest):
         axis = axes[0]
@@ -206,8 +216,8 @@ def attention(
         return (context.restore(out, 1, axis, count), context.restore(lse, 2, axis, count)) if balanced else (out, lse)
 
     # Sequences and KV heads do not mix; tokens do, and `spread` sees to it.
-    letters = ("BTK.", "BTK.", "BTK.", "BT", "K", ".K.", ".K.")
-    arrays = (q, k, v, segment_ids, sinks, *(prefix or (None, None)))
+    letters = ("BTK.", "BTK.", "BTK.", "BT", "K", ".K.", ".K.", "BKT.")
+    arrays = (q, k, v, segment_ids, sinks, *(prefix or (None, None)), None if selected is None else selected[0])
     return map_shards(spread if axes else attend, arrays, letters, ("BTK.", "BKT"))
 
 

@@ -20,8 +20,9 @@ BLOCK = 512
 
 
 def attention(
-    q, k, v, *, segment_ids=None, window=0, scale, shard: Shard = WHOLE, name=None, block=None, weights: Weights = SOFTMAX
-):
+    q, k, v, *, segment_ids=None, window=0, scale, shard: Shard = WHOLE, name=None, block=None, weights: Weights = SOFTMAX,
+    selected=None,
+):  # fmt: skip
     """See `gatedattn.kernels.attention`."""
     B, T, N, H = q.shape
     S, K, V = v.shape[1:]
@@ -42,21 +43,34 @@ def attention(
     G = N // K
     segments = jnp.pad(segment_ids, ((0, 0), (0, pad))).reshape(B, -1, block).swapaxes(0, 1)
     starts = shard.positions(T + pad)[::block] // block  # the block of keys at which each block of queries stands
-    out, lse = _attention(split(q, G), split(k, 1), split(v, 1), segments, starts, scale, window, name, weights)
+    choice, size = selected or (None, 0)
+    if choice is not None:  # [B, K, T, J] -> [blocks, B, K, block, J]
+        choice = jnp.pad(choice, ((0, 0), (0, 0), (0, pad), (0, 0)))
+        choice = jnp.moveaxis(choice.reshape(B, K, -1, block, choice.shape[-1]), 2, 0)
+    out, lse = _attention(split(q, G), split(k, 1), split(v, 1), segments, choice, starts, scale, (window, size), name, weights)
     out = out.reshape(-1, B, K, G, block, V).transpose(1, 0, 4, 2, 3, 5).reshape(B, T + pad, N, V)
     lse = lse.reshape(-1, B, K, G, block).transpose(1, 2, 3, 0, 4).reshape(B, N, T + pad)
     return out[:, :T], lse[:, :, :T]
 
 
-def _scores(q, k, segment_q, segment_k, i, j, scale, window):
-    """Masked scores [Z, G*block, block] of query block i against key block j, in at least float32."""
+def _scores(q, k, segments, choice, i, j, scale, limits):
+    """Masked scores [Z, G*block, block] of query block i against key block j, in at least float32.
+
+    `limits`: the window, and the size of the blocks among which the queries have their `choice`."""
+    segment_q, segment_k, (window, size) = segments[i], segments[j], limits
     B, block = segment_q.shape
     s = scale * jnp.einsum("zqh,zkh->zqk", q, k, preferred_element_type=jnp.promote_types(q.dtype, jnp.float32))
     ahead = (i - j) * block + jnp.arange(block)[:, None] - jnp.arange(block)[None, :]  # how far key s lies behind query t
     mask = (ahead >= 0) & (segment_q[:, :, None] == segment_k[:, None, :])
     if window:
         mask &= ahead < window
-    return jnp.where(mask[:, None, None], s.reshape(B, -1, q.shape[1] // block, block, block), HIDDEN).reshape(s.shape)
+    mask = mask[:, None, None]
+    if choice is not None:
+        chosen = jnp.take(
+            choice[i], (j * block + jnp.arange(block)) // size, axis=-1, mode="clip"
+        )  # clip: padding, hidden anyway
+        mask &= chosen[:, :, None]
+    return jnp.where(mask, s.reshape(B, -1, q.shape[1] // block, block, block), HIDDEN).reshape(s.shape)
 
 
 def _reach(window: int, block: int, blocks: int) -> int:
@@ -64,21 +78,21 @@ def _reach(window: int, block: int, blocks: int) -> int:
     return min(math.ceil((window - 1) / block), blocks - 1) if window else blocks - 1
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7, 8))
-def _attention(q, k, v, segments, starts, scale, window, name, weights):
-    return _forward(q, k, v, segments, starts, scale, window, name, weights)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7, 8, 9))
+def _attention(q, k, v, segments, choice, starts, scale, limits, name, weights):
+    return _forward(q, k, v, segments, choice, starts, scale, limits, name, weights)[0]
 
 
-def _forward(q, k, v, segments, starts, scale, window, name, weights):
+def _forward(q, k, v, segments, choice, starts, scale, limits, name, weights):
     queries, Z, rows, _ = q.shape
     block = k.shape[2]
-    reach = _reach(window, block, len(k))
+    reach = _reach(limits[0], block, len(k))
     dtype = jnp.promote_types(q.dtype, jnp.float32)
 
     def query_block(q, i):
         def key_block(j, carry):
             top, total, acc = carry
-            s = _scores(q, k[j], segments[i], segments[j], i, j, scale, window)
+            s = _scores(q, k[j], segments, choice, i, j, scale, limits)
             new_top = jnp.maximum(top, weights.top(s))
             p, part = weights.terms(s, new_top)
             decay = jnp.exp(top - new_top)
@@ -100,14 +114,14 @@ def _forward(q, k, v, segments, starts, scale, window, name, weights):
         out, lse = jax.tree.map(lambda x: x[None], query_block(q[0], starts[0]))
     if name:  # what a rematerialisation policy may keep, to spare the backward pass this whole function
         out, lse = (checkpoint_name(x, name) for x in (out, lse))
-    return (out, lse), (q, k, v, segments, starts, out, lse)
+    return (out, lse), (q, k, v, segments, choice, starts, out, lse)
 
 
-def _backward(scale, window, name, weights, saved, cotangents):
-    q, k, v, segments, starts, out, lse = saved
+def _backward(scale, limits, name, weights, saved, cotangents):
+    q, k, v, segments, choice, starts, out, lse = saved
     dout, dlse = cotangents
     block = k.shape[2]
-    reach = _reach(window, block, len(k))
+    reach = _reach(limits[0], block, len(k))
     dtype = jnp.promote_types(q.dtype, jnp.float32)
     delta = jnp.einsum("bzqh,bzqh->bzq", dout, out, preferred_element_type=dtype) - dlse
 
@@ -115,7 +129,7 @@ def _backward(scale, window, name, weights, saved, cotangents):
         def query_block(n, carry):
             dq, dk, dv = carry
             i = starts[n]
-            s = _scores(q[n], k[j], segments[i], segments[j], i, j, scale, window)
+            s = _scores(q[n], k[j], segments, choice, i, j, scale, limits)
             p = weights.of(s, lse[n])
             dp = jnp.einsum("zqh,zkh->zqk", dout[n], v[j], preferred_element_type=dtype)
             ds = (scale * weights.gradient(s, p, lse[n], dp, delta[n])).astype(q.dtype)
@@ -136,7 +150,7 @@ def _backward(scale, window, name, weights, saved, cotangents):
     else:
         dq, (dk, dv) = key_block(dq, 0)
         dk, dv = dk[None], dv[None]
-    return dq.astype(q.dtype), dk, dv, None, None
+    return dq.astype(q.dtype), dk, dv, None, None, None
 
 
 _attention.defvjp(_forward, _backward)

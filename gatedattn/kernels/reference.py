@@ -30,6 +30,7 @@ def probabilities(
     scale: float,
     shard: Shard = WHOLE,
     weights: Weights = SOFTMAX,
+    selected: tuple[Bool[Array, "B K T J"], int] | None = None,
 ) -> tuple[Float[Array, "B N T S"], Float[Array, "B N T"]]:
     """softmax(scale q k^T) over the visible keys, and its log-sum-exp, in at least float32; or other weights, and their `log_total`."""
     B, T, N, H = q.shape
@@ -38,14 +39,19 @@ def probabilities(
     q = q.reshape(B, T, k.shape[2], -1, H).astype(dtype)
     scores = scale * jnp.einsum("btkgh,bskh->bkgts", q, k.astype(dtype)).reshape(B, N, T, S)
     seen = visible(S, segment_ids, window, None if shard.count == 1 else shard.positions(T))
-    scores = jnp.where(seen[:, None], scores, -jnp.inf)
+    seen = seen[:, None]
+    if selected is not None:
+        choice, size = selected
+        seen = seen & jnp.repeat(jnp.repeat(choice, N // k.shape[2], axis=1), size, axis=-1)[..., :S]
+    scores = jnp.where(seen, scores, -jnp.inf)
     return weights.dense(scores)
 
 
-def attention(q, k, v, *, segment_ids=None, window=0, scale, shard: Shard = WHOLE, weights: Weights = SOFTMAX):
+def attention(q, k, v, *, segment_ids=None, window=0, scale, shard: Shard = WHOLE, weights: Weights = SOFTMAX, selected=None):
     """See `gatedattn.kernels.attention`."""
     B, T, N, _ = q.shape
-    probs, lse = probabilities(q, k, segment_ids=segment_ids, window=window, scale=scale, shard=shard, weights=weights)
+    options = dict(segment_ids=segment_ids, window=window, scale=scale, shard=shard, weights=weights, selected=selected)
+    probs, lse = probabilities(q, k, **options)
     probs = probs.reshape(B, v.shape[2], -1, T, v.shape[1])
     out = jnp.einsum("bkgts,bskh->btkgh", probs, v.astype(probs.dtype)).reshape(B, T, N, -1)
     return out.astype(v.dtype), lse

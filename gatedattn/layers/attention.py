@@ -14,13 +14,14 @@ from jaxtyping import Array, Float, Int
 
 from gatedattn import gates as gates_lib
 from gatedattn import kernels
-from gatedattn.config import RopeConfig, SwitchConfig, TransformerConfig
+from gatedattn.config import NSAConfig, RopeConfig, SwitchConfig, TransformerConfig
 from gatedattn.gates import GateSpec
 from gatedattn.kernels.prefix import Prefix
 from gatedattn.kernels.weights import Weights
 from gatedattn.layers import rope as rope_lib
 from gatedattn.layers.linear import Linear
 from gatedattn.layers.norm import RMSNorm
+from gatedattn.layers.nsa import SparseAttention
 from gatedattn.layers.switch import Router, before_output, project_in
 from gatedattn.sharding import constrain
 
@@ -45,6 +46,11 @@ class Cache(Protocol):
 
         q and k come without rotation; `window` and `weights` are the layer's own. `prefix`: see `gatedattn.kernels.attention`; its
         keys are rotated, and stand right before position 0."""
+
+    def extend(
+        self, k: Float[Array, "B T M H"], v: Float[Array, "B T M H"]
+    ) -> tuple[Float[Array, "B S M H"], Float[Array, "B S M H"], Int[Array, "B T"], Cache]:
+        """All keys and values by their position in the row, the new ones' positions, and the cache that holds both."""
 
 
 class Gate(nnx.Module):
@@ -101,6 +107,7 @@ class GatedAttention(nnx.Module):
             sigmoid_length, the n of its bias -ln n.
         sdpa_norm: RMSNorm on each head's y; sdpa_activation: "silu" on y. The paper's parameter-poor controls (Table 3).
         switch: experts in place of the key, value and output projections (SwitchHead), see `gatedattn.layers.switch`.
+        nsa: compressed, selected and sliding branches in place of attention to all tokens, see `gatedattn.layers.nsa`.
         use_bias, output_bias: biases of the q, k, v projections and of the output projection.
         dtype, param_dtype: of the computation and of the parameters. Scores, norms and gates are float32 inside.
         kernel: attention implementation, see `gatedattn.kernels`. All differentiate backwards only, but "reference", which JAX
@@ -127,6 +134,7 @@ class GatedAttention(nnx.Module):
         sdpa_norm: bool = False,
         sdpa_activation: str = "none",
         switch: SwitchConfig = SwitchConfig(),
+        nsa: NSAConfig = NSAConfig(),
         use_bias: bool = False,
         output_bias: bool = False,
         norm_eps: float = 1e-6,
@@ -142,22 +150,27 @@ class GatedAttention(nnx.Module):
             vocab_size=1, ffn_dim=1, num_layers=1, d_model=d_model, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim,
             gates=gates_lib.format(specs), window=window, sink=sink, sdpa_activation=sdpa_activation, norm_eps=norm_eps,
             init_std=init_std, kernel=kernel, position="none" if rope is None else "rope", rope=rope or RopeConfig(),
-            attention=attention, sigmoid_length=sigmoid_length, switch=switch, attention_bias=use_bias,
+            attention=attention, sigmoid_length=sigmoid_length, switch=switch, nsa=nsa, attention_bias=use_bias,
         )  # fmt: skip
         self.switch = switch
-        kv_heads = num_heads if switch.query_routers else num_kv_heads
+        projected = num_kv_heads * nsa.branches
+        kv_heads = num_heads if switch.query_routers else projected
         self.weights = Weights(attention, -math.log(sigmoid_length) if sigmoid_length else 0.0)
         self.head_dim, self.rope, self.window, self.sink_kind = head_dim, rope, window, sink
         self.sdpa_activation, self.kernel = sdpa_activation, kernel
 
-        linear = functools.partial(Linear, init_std=init_std, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        weights = dict(init_std=init_std, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        linear = functools.partial(Linear, **weights)
         self.query = linear(d_model, (num_heads, head_dim), bias=use_bias)
-        self.key = linear(d_model, (num_kv_heads, switch.widths("k") * head_dim), bias=use_bias)
-        self.value = linear(d_model, (num_kv_heads, switch.widths("v") * head_dim), bias=use_bias)
+        self.key = linear(d_model, (projected, switch.widths("k") * head_dim), bias=use_bias)
+        self.value = linear(d_model, (projected, switch.widths("v") * head_dim), bias=use_bias)
         self.output = linear((num_heads, switch.widths("o") * head_dim), d_model, bias=output_bias)
         router = functools.partial(Router, d_model, config=switch, param_dtype=param_dtype, rngs=rngs)
         self.value_router = router(kv_heads) if "v" in switch.projections else None
         self.output_router = router(num_heads) if "o" in switch.projections else None
+
+        sizes = dict(d_model=d_model, num_heads=num_heads, head_dim=head_dim)
+        self.sparse = SparseAttention(nsa, **sizes, **weights) if nsa.enabled else None
 
         norm = functools.partial(RMSNorm, head_dim, eps=norm_eps, zero_centered=norm_zero_centered, param_dtype=param_dtype)
         self.query_norm, self.key_norm = (norm(), norm()) if qk_norm else (None, None)
@@ -247,26 +260,14 @@ class GatedAttention(nnx.Module):
         with jax.named_scope("gate"):
             query = q  # normalised, not yet rotated: the "query" source
             q, k, v = gate("g4", q, query), gate("g3", k), gate("g2", v)
-        if self.rope is not None and cache is None:
+        if self.rope is not None and cache is None and self.sparse is None:
             q, k = (rope_lib.apply(z, positions, self.rope) for z in (q, k))
 
         with jax.named_scope("sdpa"):
-            attend = functools.partial(
-                kernels.attention, segment_ids=segment_ids, window=self.window, weights=self.weights, kernel=self.kernel
-            )
-            sinks = {"learned": self.sink, "off_by_one": jnp.zeros(q.shape[2], jnp.float32)}.get(self.sink_kind)
-            sinks = None if sinks is None else sinks[...]
-            if cache is None:
-                y, lse, *updated = attend(q, k, v, sinks=sinks, prefix=prefix)
-                other = kernels.taken(q, sinks, prefix, q.shape[-1] ** -0.5)
-            else:  # rotates by itself: where a key stands may depend on what was evicted
-                attend = functools.partial(
-                    cache.attend, rope=self.rope, window=self.window, weights=self.weights, prefix=prefix
-                )
-                y, lse, *updated = attend(q, k, v)
-                y = y if sinks is None else kernels.add_sinks(y, lse, sinks)
-                other = None if sinks is None else sinks[:, None]
-            kept = None if other is None else kernels.kept(lse, other)
+            if self.sparse is None:
+                y, updated, seen = self._attend(q, k, v, segment_ids, cache, prefix)
+            else:
+                y, updated, seen = self._attend_sparsely(x, q, k, v, positions, segment_ids, cache)
             y = constrain(y, "BTNH")
             if self.sdpa_norm is not None:
                 y = self.sdpa_norm(y)
@@ -278,17 +279,15 @@ class GatedAttention(nnx.Module):
             inner = gated if self.output_router is None else before_output(gated, self.output_router(x), self.switch)
             out = gate("g5", constrain(self.output(inner), "BTD"))
 
-        aux = {"cache": updated[0]} if updated else {}
+        aux = {} if updated is None else {"cache": updated}
         aux |= {"prefix": (k[0], v[0])} if keep else {}
         if probe is not None:
             aux["probe"] = probe(
                 "attention",
-                attend=attend,
+                **seen,
                 q=q,
                 k=k,
                 v=v,
-                lse=lse,
-                kept=kept,
                 window=self.window,
                 weights=self.weights,
                 sdpa=y,
@@ -299,3 +298,31 @@ class GatedAttention(nnx.Module):
                 sources=sources,
             )
         return out, aux
+
+    def _attend(self, q, k, v, segment_ids, cache, prefix):
+        """The SDPA output, the grown cache, and what a probe may see of it."""
+        scale, updated = q.shape[-1] ** -0.5, None
+        sinks = {"learned": self.sink, "off_by_one": jnp.zeros(q.shape[2], jnp.float32)}.get(self.sink_kind)
+        sinks = None if sinks is None else sinks[...]
+        attend = functools.partial(
+            kernels.attention, segment_ids=segment_ids, window=self.window, weights=self.weights, kernel=self.kernel
+        )
+        if cache is None:
+            y, lse = attend(q, k, v, sinks=sinks, prefix=prefix)
+            other = kernels.taken(q, sinks, prefix, scale)
+        else:  # rotates by itself: where a key stands may depend on what was evicted
+            attend = functools.partial(cache.attend, rope=self.rope, window=self.window, weights=self.weights, prefix=prefix)
+            y, lse, updated = attend(q, k, v)
+            y = y if sinks is None else kernels.add_sinks(y, lse, sinks)
+            other = None if sinks is None else sinks[:, None]
+        kept = None if other is None else kernels.kept(lse, other)
+        return y, updated, {"attend": attend, "lse": lse, "kept": kept, "mass": None, "branches": None}
+
+    def _attend_sparsely(self, x, q, k, v, positions, segment_ids, cache):
+        nothing = {"attend": None, "lse": None, "kept": None}
+        if cache is None:
+            y, mass, branches = self.sparse(x, q, k, v, positions, segment_ids, rope=self.rope, kernel=self.kernel)
+            return y, None, nothing | {"mass": mass, "branches": branches}
+        keys, values, t, updated = cache.extend(k, v)
+        y = self.sparse.cached(x, q, keys, values, t, rope=self.rope)
+        return y, updated, nothing | {"mass": None, "branches": None}

@@ -72,6 +72,7 @@ class GatedAttentionBlock(nnx.Module):
             sdpa_norm=config.sdpa_norm,
             sdpa_activation=config.sdpa_activation,
             switch=config.switch,
+            nsa=config.nsa,
             use_bias=config.attention_bias,
             output_bias=config.output_bias,
             norm_eps=config.norm_eps,

@@ -32,21 +32,25 @@ def mean(x: Float[Array, "B T *M"], weight: Bool[Array, "B T"]) -> Float[Array, 
 class Attention:
     """One layer's attention probabilities p[t, s], summed up over s in several ways, each [B, T, N] in at least float32.
 
-    q, k, lse, kept, weights, attend: what `GatedAttention` hands to a probe. Probability that a learned sink or a softmax-off-by-one
+    q, k, lse, kept, weights, attend, mass: what `GatedAttention` hands to a probe. Probability that a learned sink or a softmax-off-by-one
     takes belongs to no token: it lowers `on_first`, `on_self` and `on_previous`. `entropy` and `distance` are of the rest. Sigmoid
     attention and softpick have weights that need not sum to 1: the first three show them as they are, distance is that of the weights
-    divided by their sum, and the entropy is NaN (it is no sum over the keys of what the kernel can be asked for).
+    divided by their sum, and the entropy is NaN (it is no sum over the keys of what the kernel can be asked for). So are those of
+    sparse attention, gates included (see `gatedattn.layers.nsa`); there `on_self` and `on_previous` are NaN, too.
     """
 
-    def __init__(self, place: Int[Array, "B T"], *, q, k, lse, kept, weights, attend):
+    def __init__(self, place: Int[Array, "B T"], *, q, k, lse, kept, weights, attend, mass):
         # float32 indicators would be multiplied by probabilities rounded to the values' dtype: float32 throughout.
         wide = jnp.promote_types(q.dtype, jnp.float32)
         self.q, self.k, self.attend, self.place, self.weights = q.astype(wide), k.astype(wide), attend, place, weights
-        self.lse = lse.swapaxes(1, 2)  # [B, T, N]
-        self.kept = jnp.ones_like(self.lse) if kept is None else kept[..., 0]
+        self.mass, self.normalized = mass, weights == SOFTMAX and mass is None
+        self.lse = jnp.full(q.shape[:3], jnp.nan) if lse is None else lse.swapaxes(1, 2)  # [B, T, N]
+        self.kept = jnp.ones(q.shape[:3]) if kept is None else kept[..., 0]
 
     def _indicated(self, values: Float[Array, "B S C"]) -> Float[Array, "B T N C"]:
         """sum_s p[t, s] values[s], by the kernel."""
+        if self.mass is not None:
+            return self.mass(values)
         B, T, C = values.shape
         v = jnp.broadcast_to(values[:, :, None].astype(self.q.dtype), (B, T, self.k.shape[2], C))
         return self.attend(self.q, self.k, v)[0]
@@ -57,6 +61,8 @@ class Attention:
 
     def _on(self, key: Float[Array, "B T K H"]) -> Float[Array, "B T N"]:
         """Probability on one key per query: exp(score - lse) in a softmax."""
+        if self.mass is not None:
+            return self.lse
         key = jnp.repeat(key, self.q.shape[2] // key.shape[2], axis=2)
         score = self.q.shape[-1] ** -0.5 * jnp.einsum("btnh,btnh->btn", self.q, key)
         return self.weights.of(score[..., None], self.lse)[..., 0] * self.kept
@@ -70,7 +76,7 @@ class Attention:
 
     def entropy(self) -> Float[Array, "B T N"]:
         """-sum_s p ln p = lse - sum_s p[t, s] (score[t, s]), nats: the second term is the query times the mean key."""
-        if self.weights != SOFTMAX:
+        if not self.normalized:
             return jnp.full_like(self.lse, jnp.nan)
         mean_key = self.attend(self.q, self.k, self.k)[0]
         return self.lse - self.q.shape[-1] ** -0.5 * jnp.einsum("btnh,btnh->btn", self.q, mean_key)
@@ -78,7 +84,7 @@ class Attention:
     def distance(self) -> Float[Array, "B T N"]:
         """How many tokens back attention lies on average: t - sum_s p[t, s] s; 0 where it lies on nothing."""
         place = self.place[..., None].astype(self.q.dtype)
-        if self.weights == SOFTMAX:
+        if self.normalized:
             return place - self._indicated(place)[..., 0]
         total, mean = jnp.moveaxis(self._indicated(jnp.concatenate([jnp.ones_like(place), place], axis=-1)), -1, 0)
         return jnp.where(total > 0, place - mean / jnp.where(total > 0, total, 1), 0)
@@ -95,6 +101,9 @@ def attention_maps(
     def probe(kind, **captured):
         if kind == "block":
             return {}
+        if captured["mass"] is not None:
+            every = jnp.broadcast_to(jnp.eye(tokens.shape[1]), (*tokens.shape, tokens.shape[1]))
+            return {"map": captured["mass"](every).swapaxes(1, 2)}
         q, k, kept = (captured[name] for name in ("q", "k", "kept"))
         options = {name: captured[name] for name in ("window", "weights")}
         probs = reference.probabilities(q, k, segment_ids=segment_ids, scale=q.shape[-1] ** -0.5, **options)[0]

@@ -34,6 +34,7 @@ def measure(
         attention_previous  [L, N]  the same mean of the probability on the token before it
         gates               {spec: {"mean", "below_0.1", "above_0.9"}}, each [L, M]: mean gate score over tokens (and channels),
                                     share of scores under 0.1 and over 0.9; M heads, 1 if the heads share a score
+        branch_gates        [L, N, 3]  sparse attention: mean gate of the compressed, selected and sliding branch
         activation_max      [L]     largest |residual stream| after the block
 
     No T x T map is made (see `gatedattn.probes.attention`). Probability that a learned sink or a softmax-off-by-one takes belongs
@@ -88,7 +89,7 @@ def _watch(look, model, tokens, positions, segment_ids, query_mask):
 
 
 def _attention(place, captured) -> Attention:
-    return Attention(place, **{name: captured[name] for name in ("q", "k", "lse", "kept", "weights", "attend")})
+    return Attention(place, **{name: captured[name] for name in ("q", "k", "lse", "kept", "weights", "attend", "mass")})
 
 
 def _measure(kind: str, *, place, real, queries, **captured) -> dict:
@@ -104,6 +105,8 @@ def _measure(kind: str, *, place, real, queries, **captured) -> dict:
         "attention_self": share(attention.on_self()),
         "attention_previous": share(attention.on_previous()),  # queries leave out first tokens: no other document's token
     }
+    if captured["branches"] is not None:
+        result["branch_gates"] = mean(captured["branches"], real)
     if captured["scores"]:
         result["gates"] = {spec: gates.shares(score, real) for spec, score in captured["scores"].items()}
     return result

@@ -53,6 +53,7 @@ def heads_line(step: int, probe: dict) -> dict:
         by_gate = {spec: statistics[name] for spec, statistics in gates.items()}
         several = len(by_gate) > 1 or any(np.isnan(value).any() for value in by_gate.values())
         line[f"gate_{name}"] = by_gate if several else next(iter(by_gate.values()))
+    line |= {"branch_gates": probe["branch_gates"]} if "branch_gates" in probe else {}
     return line | {name: probe[name] for name in ("activation_max", "attention_self", "attention_previous")}
 
 

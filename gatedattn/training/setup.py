@@ -67,5 +67,6 @@ def attention_request(config: RunConfig, place: Placement) -> kernels.Request:
     window, sinks = max(layer.window for layer in model.period), any(layer.sink != "none" for layer in model.period)
     return kernels.Request(
         platform=place.platform, dtype=model.dtype, head_dim=model.head_dim, segment_ids=True, window=window, sinks=sinks,
-        prefix=model.registers > 0, weights=model.attention, context=ways, seq_len=config.train.seq_len,
+        prefix=model.registers > 0, weights=model.attention, selected=model.nsa.enabled and model.nsa.sparse,
+        context=ways, seq_len=config.train.seq_len,
     )  # fmt: skip

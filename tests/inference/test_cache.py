@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from gatedattn.config import ConfigError, MoEConfig, RopeConfig, SwitchConfig
+from gatedattn.config import ConfigError, MoEConfig, NSAConfig, RopeConfig, SwitchConfig
 from gatedattn.inference import CachePolicy, score
 from gatedattn.inference.cache import KVCache
 from gatedattn.inference.decode import forward
@@ -16,6 +16,7 @@ B, T = 2, 14
 TOKENS = np.random.default_rng(1).integers(0, 61, (B, T))
 FULL = CachePolicy()
 
+NSA = NSAConfig(enabled=True, compress_block=2, compress_stride=1, select_block=2, select_count=3, window=3)
 CONFIGS = {
     "hidden gates": dict(gates="g1+g2:headwise+g3:mean+g4:headwise:shared+g5:headwise"),
     "query and self gates": dict(gates="g1:query+g4:query:headwise+g2:self+g3:self:shared+g5:self"),
@@ -28,6 +29,8 @@ CONFIGS = {
     "softpick": dict(attention="softpick"),
     "registers": dict(registers=3, window=5, sink="learned", pattern="window=4|window=0"),
     "switch": dict(switch=SwitchConfig("kvo", num_experts=4, top_k=2, query_routers=True), gates="g2:headwise"),
+    "nsa": dict(nsa=NSA),
+    "nsa, shared and dense": dict(nsa=NSAConfig(enabled=True, separate=False, sparse=False), gates="g1"),
     "linear": dict(rope=RopeConfig(scaling="linear", factor=4.0), gates="g1:headwise"),
     "yarn": dict(rope=RopeConfig(scaling="yarn", factor=4.0, original_max_len=64, fraction=0.5, theta=100.0)),
     "learned positions": dict(position="learned", max_seq_len=T, tie_embeddings=False, qk_norm=False, embedding_scale=2.0),

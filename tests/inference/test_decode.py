@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from gatedattn.config import ConfigError, MoEConfig
+from gatedattn.config import ConfigError, MoEConfig, NSAConfig, SwitchConfig
 from gatedattn.inference import CachePolicy, Generator, decode, generate
 from gatedattn.inference.sampling import Kind, Sampling, choose
 
@@ -47,8 +47,10 @@ def test_prompts_of_unequal_length_and_ways_to_visit_the_layers(model):
             gates="g1+g2:shared+g3:in_dim=4",
             moe=MoEConfig(num_experts=4, top_k=2, expert_dim=8, shared_dim=8, shared_gate=True),
         ),
+        dict(gates="g1:value", registers=3, pattern="window=4|window=0", switch=SwitchConfig("kvo", num_experts=2)),
+        dict(nsa=NSAConfig(True, compress_block=2, compress_stride=1, select_block=2, select_count=3, window=3)),
     ],
-    ids=["untied", "moe"],
+    ids=["untied", "moe", "registers, experts", "nsa"],
 )
 def test_rearranged_weights_compute_the_same(build, changes):
     model = build(**changes)

@@ -32,7 +32,7 @@ def captured(model):
     """Everything that a probe sees, layer by layer, in numpy."""
 
     def keep(kind, **captured):
-        return {name: x for name, x in captured.items() if name not in ("attend", "gates", "weights") and x is not None}
+        return {name: x for name, x in captured.items() if name not in ("attend", "gates", "weights", "mass") and x is not None}
 
     stacked = jax.jit(lambda: model.hidden(TOKENS, POSITIONS, SEGMENTS, probe=keep)[1]["probe"])()
     return [jax.tree.map(lambda x: np.asarray(x[i]), stacked) for i in range(model.config.num_layers)]
