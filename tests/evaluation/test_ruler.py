@@ -421,5 +421,9 @@ def test_effective_length_and_means(tmp_path):
     entry = json.loads((tmp_path / "ruler.json").read_text())["models"]["m"]
     assert entry["scores"]["vt"]["1024"] == {"score": 87.5, "samples": 4, "stderr": 12.5}
     assert entry["mean"] == {"1024": 93.75, "2048": 85.0} and entry["effective_length"] == 1024
+    book.finish("m", "vt", 4096, [1])  # without the other task it says nothing of the mean
+    entry = json.loads((tmp_path / "ruler.json").read_text())["models"]["m"]
+    assert entry["mean"]["4096"] == 100 and entry["effective_length"] == 1024
+    assert list(write.figure({"m": entry}).axes[0].lines[0].get_xdata()) == [1024]
     with pytest.raises(ConfigError, match="another name"):
         ruler.Book(tmp_path, {"seed": 42}).model("m", "others")

@@ -67,7 +67,7 @@ class Book:
         entry["scores"].setdefault(task, {})[str(length)] = cell
         lengths = sorted({int(length) for cells in entry["scores"].values() for length in cells})
         entry["mean"] = {str(length): mean(entry["scores"], length) for length in lengths}
-        good = [length for length in lengths if entry["mean"][str(length)] >= EFFECTIVE]
+        good = [length for length in write.complete(entry) if entry["mean"][str(length)] >= EFFECTIVE]
         entry["effective_length"] = max(good, default=None)
         self.save()
 

@@ -29,7 +29,7 @@ def table(models: dict) -> str:
     samples = f"{min(counts)} to {max(counts)}" if min(counts) < max(counts) else counts[0]
     missing = [task for task in TASKS if task not in tasks]
     text = f"RULER: mean of {len(tasks)} tasks" + (f" of 13 (without {', '.join(missing)})" if missing else "")
-    text += f", {samples} samples a task and length. Effective: the longest length with a mean of 85.6 or more.\n\n"
+    text += f", {samples} samples a task and length. Effective: the longest with a mean of 85.6 or more over all of them.\n\n"
     text += row("", *map(label, lengths), "effective") + row(*["---"] * (len(lengths) + 2))
     for name, entry in models.items():
         effective = entry["effective_length"]
@@ -40,6 +40,12 @@ def table(models: dict) -> str:
             cells = [entry["scores"][task].get(str(length)) for length in lengths]
             text += row(name, task, *(f"{cell['score']:.2f}" if cell else "-" for cell in cells))
     return text
+
+
+def complete(entry: dict) -> list[int]:
+    """The lengths at which all tasks of a model were done, so that their means can be compared."""
+    found = [{int(length) for length in cells} for cells in entry["scores"].values()]
+    return sorted(set.intersection(*found)) if found else []
 
 
 def label(length: int) -> str:
@@ -57,8 +63,10 @@ def figure(models: dict) -> Figure:
         axes = drawing.subplots(rows, columns, squeeze=False, sharex=True, sharey=True).ravel()
         for panel, axis in zip(panels, axes):
             for number, (name, entry) in enumerate(models.items()):
-                found = entry.get("mean", {}) if panel == "mean" else entry["scores"].get(panel, {})
-                points = sorted((int(length), value if panel == "mean" else value["score"]) for length, value in found.items())
+                found = {int(length): cell["score"] for length, cell in entry["scores"].get(panel, {}).items()}
+                if panel == "mean":
+                    found = {length: entry["mean"][str(length)] for length in complete(entry)}
+                points = sorted(found.items())
                 axis.plot(*zip(*points) if points else ((), ()), marker=".", color=f"C{number}", label=name)
             axis.set_title(panel, fontsize=9)
         ticks = sorted({int(length) for entry in models.values() for cells in entry["scores"].values() for length in cells})
