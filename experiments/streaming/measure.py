@@ -70,11 +70,17 @@ def by_name(runs: list[dict]) -> dict[str, dict[str, np.ndarray]]:
 
 
 def table(runs: list[dict], cache: int) -> str:
-    """Markdown: loss of the tokens after the cache is full, and how much more it is than with all tokens."""
-    lines = [
-        "| model | seeds | kept | loss until the cache is full | loss after | more than with all tokens |\n",
-        "| --- " * 6 + "|\n",
-    ]
+    """Markdown: loss of the tokens after the cache is full, and how much more it is than with all tokens, or with the first four."""
+    columns = (
+        "model",
+        "seeds",
+        "kept",
+        "loss until the cache is full",
+        "loss after",
+        "more than with all",
+        "more than with the first 4",
+    )
+    lines = [f"| {' | '.join(columns)} |\n", "| --- " * len(columns) + "|\n"]
 
     def cell(values: np.ndarray) -> str:
         return f"{values.mean():.3f}" + (f" ± {values.std(ddof=1):.3f}" if len(values) > 1 else "")

@@ -63,7 +63,8 @@ def test_from_text_to_table(tmp_path, capsys):
     (run,) = json.loads((tmp_path / "out/results.json").read_text())["runs"]
     assert {"plain 1", "plain 8", "yarn 2", "yarn 8"} <= set(run) and "yarn 1" not in run
     assert run["plain 8"]["loss"] != run["yarn 8"]["loss"] and 0 <= run["plain 1"]["found"] <= 1
-    assert len((tmp_path / "out/table.md").read_text().splitlines()) == 2 + 4
+    lines = (tmp_path / "out/table.md").read_text().splitlines()
+    assert len(lines) == 2 + 4 and len({line.count("|") for line in lines}) == 1
     assert (tmp_path / "out/longcontext.png").stat().st_size > 10_000
     capsys.readouterr()
     measure.main(argv)
