@@ -169,6 +169,7 @@ class TransformerConfig:
     nsa: NSAConfig = field(default_factory=NSAConfig)
     norm_eps: float = 1e-6
     norm_zero_centered: bool = False  # RMSNorm multiplies by 1 + w, w from zero (Qwen3-Next), instead of w from one
+    norm_gate: int = 0  # rank of a gate on every norm of the residual stream's width (GatedNorm, arXiv 2601.22966: 16); 0: none
     sandwich_norm: bool = False  # also normalise each sub-layer's output before it joins the residual stream
     embedding_scale: float = 1.0  # token embeddings are multiplied by this
     activation_clip: float = 0.0  # clip attention and MLP outputs to +-this; 0: off
@@ -187,7 +188,7 @@ class TransformerConfig:
             self, "vocab_size", "d_model", "num_layers", "num_heads", "num_kv_heads", "head_dim", "ffn_dim", "max_seq_len",
             "norm_eps", "embedding_scale", "init_std",
         )  # fmt: skip
-        not_negative(self, "window", "activation_clip", "sigmoid_length", "registers")
+        not_negative(self, "window", "activation_clip", "sigmoid_length", "registers", "norm_gate")
         one_of(self, "sink", SINKS)
         one_of(self, "attention", ATTENTIONS)
         one_of(self, "sdpa_activation", ("none", "silu"))

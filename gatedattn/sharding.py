@@ -32,6 +32,8 @@ RULES = (
     (r"attention/sparse/compress_\w+/(inner|outer)/kernel", "D."),
     (r"mlp/(gate|up)/kernel|shared/(gate|up)/kernel", "DF"),
     (r"mlp/down/kernel|shared/down/kernel", "FD"),
+    (r"norm/down/kernel", "D."),
+    (r"norm/up/kernel", ".D"),
     (r"moe/router/kernel", "D."),
     (r"moe/(gate|up)/kernel", "EDF"),
     (r"moe/down/kernel", "EFD"),

@@ -13,8 +13,9 @@ from jaxtyping import Array, Float, Int
 
 from gatedattn.config import TransformerConfig
 from gatedattn.kernels.prefix import Prefix
-from gatedattn.layers import Embedding, GatedAttentionBlock, Linear, RMSNorm, rope
+from gatedattn.layers import Embedding, GatedAttentionBlock, Linear, rope
 from gatedattn.layers.attention import Probe
+from gatedattn.layers.norm import residual_norm
 from gatedattn.linear import project
 from gatedattn.sharding import constrain, path_string
 
@@ -50,9 +51,7 @@ class Transformer(nnx.Module):
         keys, period = jax.random.split(rngs.params(), config.num_layers), config.period
         stacks = [stack(layer, keys[i :: len(period)]) for i, layer in enumerate(period)]
         self.layers = nnx.List(stacks) if config.pattern else stacks[0]
-        self.final_norm = RMSNorm(
-            config.d_model, eps=config.norm_eps, zero_centered=config.norm_zero_centered, param_dtype=param_dtype
-        )
+        self.final_norm = residual_norm(config, param_dtype=param_dtype, rngs=rngs)
         self.head = None if config.tie_embeddings else Linear(config.d_model, config.vocab_size, **weights)
         self.registers = Embedding(config.registers, config.d_model, **weights) if config.registers else None
 

@@ -49,7 +49,8 @@ def models(draw):
         qk_norm=draw(boolean), output_bias=draw(boolean), sdpa_norm=draw(boolean),
         sink=draw(st.sampled_from(["none", "learned", "off_by_one"])), position=draw(st.sampled_from(["rope", "learned", "none"])),
         moe=MoEConfig(num_experts=experts, top_k=2, expert_dim=8, shared_dim=draw(st.sampled_from([0, 8])), shared_gate=draw(boolean)),
-        sandwich_norm=draw(boolean), tie_embeddings=draw(boolean), registers=draw(st.sampled_from([0, 2])),
+        sandwich_norm=draw(boolean), norm_gate=draw(st.sampled_from([0, 4])), tie_embeddings=draw(boolean),
+        registers=draw(st.sampled_from([0, 2])),
         switch=draw(st.sampled_from([SwitchConfig(), SwitchConfig("kvo", num_experts=2), SwitchConfig("v", query_routers=True)])),
     )  # fmt: skip
 

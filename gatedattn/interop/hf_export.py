@@ -7,7 +7,7 @@ from gatedattn.gates import GateSpec
 from gatedattn.interop.hf_config import AUTHORS_FLAGS, refuse
 
 UNKNOWN = (
-    "pattern", "sink", "attention", "registers", "switch", "nsa", "sdpa_norm", "sdpa_activation", "position", "sandwich_norm",
+    "pattern", "sink", "attention", "registers", "switch", "nsa", "sdpa_norm", "sdpa_activation", "position", "sandwich_norm", "norm_gate",
     "embedding_scale", "activation_clip",
 )  # fmt: skip
 

@@ -14,7 +14,7 @@ from gatedattn.kernels.prefix import Prefix
 from gatedattn.layers.attention import Cache, GatedAttention, Probe
 from gatedattn.layers.mlp import MLP
 from gatedattn.layers.moe import MoE
-from gatedattn.layers.norm import RMSNorm
+from gatedattn.layers.norm import residual_norm
 from gatedattn.sharding import constrain
 
 KEEP_ATTENTION = jax.checkpoint_policies.save_only_these_names(kernels.SAVED)
@@ -50,9 +50,7 @@ class GatedAttentionBlock(nnx.Module):
         self.clip, self.remat = config.activation_clip, config.remat
 
         def norm():
-            return RMSNorm(
-                config.d_model, eps=config.norm_eps, zero_centered=config.norm_zero_centered, param_dtype=param_dtype
-            )
+            return residual_norm(config, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
 
         weights = dict(init_std=config.init_std, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
         self.attention_norm, self.mlp_norm = norm(), norm()

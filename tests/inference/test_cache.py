@@ -34,7 +34,7 @@ CONFIGS = {
     "linear": dict(rope=RopeConfig(scaling="linear", factor=4.0), gates="g1:headwise"),
     "yarn": dict(rope=RopeConfig(scaling="yarn", factor=4.0, original_max_len=64, fraction=0.5, theta=100.0)),
     "learned positions": dict(position="learned", max_seq_len=T, tie_embeddings=False, qk_norm=False, embedding_scale=2.0),
-    "nope": dict(position="none", num_kv_heads=1, sandwich_norm=True, activation_clip=2.0),
+    "nope": dict(position="none", num_kv_heads=1, sandwich_norm=True, norm_gate=3, activation_clip=2.0),
     "biases": dict(qk_norm=False, attention_bias=True, output_bias=True, num_kv_heads=4, norm_zero_centered=True),
     "moe": dict(moe=MoEConfig(num_experts=4, top_k=2, expert_dim=8, shared_dim=8, shared_gate=True)),
 }

@@ -12,6 +12,8 @@ from gatedattn import kernels
 from gatedattn.config import RopeConfig, TransformerConfig
 from gatedattn.layers import MLP, GatedAttention, GatedAttentionBlock, RMSNorm
 from gatedattn.layers import rope as rope_lib
+from gatedattn.layers.norm import GatedNorm
+from gatedattn.transformer import abstract_parameters
 
 B, T, D, N, K, H = 2, 9, 12, 4, 2, 6
 F64 = dict(dtype=jnp.float64, param_dtype=jnp.float64)
@@ -47,6 +49,19 @@ def test_rms_norm(x64, zero_centered):
     np.testing.assert_allclose(norm(x), rms(np.asarray(x), np.asarray(norm.weight[...]) + zero_centered), atol=1e-12)
     peer = nnx.RMSNorm(D, rngs=nnx.Rngs(0), param_dtype=jnp.float64, dtype=jnp.float64)
     np.testing.assert_allclose(RMSNorm(D)(x), peer(x), atol=1e-6)
+
+
+def test_gated_norm(x64):
+    """And where the model has it: before attention and MLP, after them with sandwich norm, and at the end."""
+    x = np.asarray(data()[0])
+    norm = randomize(GatedNorm(D, 3, **F64, rngs=nnx.Rngs(0)))
+    y = rms(x, np.asarray(norm.weight[...]))
+    a = y @ np.asarray(norm.down.kernel[...])
+    np.testing.assert_allclose(norm(x), y * sigmoid((a * sigmoid(a)) @ np.asarray(norm.up.kernel[...])), atol=1e-12)
+    config = TransformerConfig(vocab_size=9, d_model=16, num_layers=3, norm_gate=4, sandwich_norm=True)
+    shapes = {path: leaf.shape for path, leaf in abstract_parameters(config).items() if "norm/down" in path}
+    stacked = {f"layers/{name}_norm/down/kernel": (3, 16, 4) for name in ("attention", "attention_post", "mlp", "mlp_post")}
+    assert shapes == stacked | {"final_norm/down/kernel": (16, 4)}
 
 
 def test_mlp(x64):
