@@ -1,10 +1,12 @@
-"""Speeches with needles in them: facts that a document states somewhere and repeats at its end.
+"""Speeches with a needle in them: a word that a document states somewhere and is asked for at its end.
 
     python -m experiments.longcontext.needles --out=DIR [--documents=12000]
 
-Writes DIR/NNNNN.txt. Two of three are a passage of a State of the Union address of 40 words in which two facts stand, "The word of Ohio is
-river.", and which ends with both facts again: at the second "is" the word is known to who finds the first. The third are 24 random words
-of the speeches, twice: heads that look for what followed before form late without them. Held-out speeches are left out.
+Writes DIR/NNNNN.txt, each a passage of a State of the Union address of 40 words in which stands "The word is river.", and which ends with
+the same again: at the second "is" the word is known to who finds the first. Held-out speeches are left out.
+
+As easy as a needle can be: one fact, no key to match, words that the speeches hardly use. Two facts with keys ("The word of Ohio is
+river.") were not learned in 5 M tokens by models of this size (experiments/LOG.md).
 """
 
 from __future__ import annotations
@@ -21,63 +23,35 @@ from gatedattn.config import ConfigError
 from gatedattn.data.sotu import VALIDATION_YEARS, speeches
 from gatedattn.data.tokenizers import Tokenizer
 
-KEYS = (
-    "Alabama Alaska Arizona Arkansas California Colorado Delaware Florida Georgia Hawaii Idaho Illinois Indiana Iowa Kansas Kentucky "
-    "Louisiana Maine Maryland Michigan Minnesota Mississippi Missouri Montana Nebraska Nevada Ohio Oklahoma Oregon Texas Utah Vermont"
-).split()
 VALUES = (
     "river stone garden window silver engine letter market winter summer island forest bridge candle harbor mirror orange pepper rocket "
     "saddle temple valley violet wagon apple basket copper desert eagle feather guitar hammer"
 ).split()
-FACTS, WORDS, ECHOED = 2, 40, 24
-
-
-def fact(key: str) -> str:
-    return f"The word of {key} is"
-
-
-def draw(rng: Random) -> list[tuple[str, str]]:
-    """Keys that differ, each with its value."""
-    return list(zip(rng.sample(KEYS, FACTS), rng.choices(VALUES, k=FACTS)))
+WORDS, STATED = 40, "The word is"
 
 
 def document(rng: Random, passage: list[str]) -> str:
     """A training document."""
-    facts = draw(rng)
-    words = list(passage)
-    for key, value in facts:
-        words.insert(rng.randint(0, len(words)), f"{fact(key)} {value}.")
-    asked = rng.sample(facts, FACTS)
-    return " ".join([*words, *(f"{fact(key)} {value}." for key, value in asked)])
-
-
-def echo(rng: Random, words: list[str]) -> str:
-    """A training document whose second half is its first."""
-    drawn = rng.choices(words, k=ECHOED)
-    return " ".join([*drawn, *drawn])
+    words, needle = list(passage), f"{STATED} {rng.choice(VALUES)}."
+    words.insert(rng.randint(0, len(words)), needle)
+    return " ".join([*words, needle])
 
 
 def question(
     rng: Random, tokenizer: Tokenizer, filler: Int32[np.ndarray, " X"], length: int
 ) -> tuple[Int32[np.ndarray, " T+1"], int]:
-    """A test of `length` inputs and one token more: BOS, held-out filler with facts at random depths, one of them begun again.
-    Returns the ids and how many at the end are the value to be found."""
-    facts = draw(rng)
-    key, value = facts[0]
+    """A test of `length` inputs and one token more: BOS, held-out filler with a needle at a random depth, and the needle begun again.
+    Returns the ids and how many at the end are the word to be found."""
+    value = rng.choice(VALUES)
 
     def encode(text: str) -> np.ndarray:
         return np.asarray(tokenizer.encode(text), np.int32)
 
-    stated = [encode(f" {fact(key)} {value}.") for key, value in facts]
-    asked, answer = encode(f" {fact(key)}"), encode(f" {value}")
-    room = length - sum(map(len, stated)) - len(asked) - len(answer)
-    start = rng.randrange(len(filler) - room)
+    stated, asked, answer = encode(f" {STATED} {value}."), encode(f" {STATED}"), encode(f" {value}")
+    room = length - len(stated) - len(asked) - len(answer)
+    start, depth = rng.randrange(len(filler) - room), rng.randint(0, room)
     text = filler[start : start + room]
-    pieces, cuts = [], sorted(rng.randint(0, room) for _ in facts)
-    for statement, (low, high) in zip(rng.sample(stated, FACTS), zip([0, *cuts], cuts)):
-        pieces += [text[low:high], statement]
-    ids = np.concatenate([[tokenizer.bos_id], *pieces, text[cuts[-1] :], asked, answer])
-    return ids, len(answer)
+    return np.concatenate([[tokenizer.bos_id], text[:depth], stated, text[depth:], asked, answer]), len(answer)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -90,8 +64,7 @@ def main(argv: list[str] | None = None) -> None:
     for number in range(args.documents):
         rng = Random(number)
         start = rng.randrange(len(words) - WORDS)
-        text = document(rng, words[start : start + WORDS]) if number % 3 else echo(rng, words)
-        (args.out / f"{number:05}.txt").write_text(text)
+        (args.out / f"{number:05}.txt").write_text(document(rng, words[start : start + WORDS]))
     print(f"{args.out}: {args.documents} documents")
 
 

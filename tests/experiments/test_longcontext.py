@@ -15,15 +15,12 @@ FILLER = np.frombuffer(b"and the people of this country know it. " * 60, np.uint
 
 
 @given(st.integers(0, 10_000))
-def test_a_document_states_two_facts_and_repeats_them(seed):
+def test_a_document_states_a_word_and_ends_with_it(seed):
     passage = [f"w{i}" for i in range(needles.WORDS)]
     text = needles.document(Random(seed), passage)
-    pieces = text.split("The word of ")
-    assert len(pieces) == 1 + 2 * needles.FACTS
-    facts = [piece.split(".")[0] for piece in pieces[1:]]
-    assert sorted(facts[:2]) == sorted(facts[2:]) and len({f.split()[0] for f in facts}) == 2
-    rest = [word for word in text.split() if word.startswith("w")]
-    assert [word for word in rest if word[1:].isdecimal()] == passage
+    words = [piece.split(".")[0].strip() for piece in text.split(needles.STATED)[1:]]
+    assert len(words) == 2 and words[0] == words[1] in needles.VALUES and text.endswith(f"{needles.STATED} {words[0]}.")
+    assert [word for word in text.split() if word[0] == "w" and word[1:].isdecimal()] == passage
 
 
 @settings(max_examples=50)
@@ -33,19 +30,16 @@ def test_a_question_is_as_long_as_asked_and_answered_by_its_text(seed, length):
     assert len(ids) == length + 1 and ids[0] == 256
     text = bytes(ids[1:].tolist()).decode()
     value, before = text[-answer:], text[:-answer]
-    asked = before[before.rindex("The word of") :]
-    assert asked.endswith(" is") and before.count(asked) == 2 and f"{asked}{value}." in before  # stated once, asked once
-    others = [needles.fact(key) for key in needles.KEYS if needles.fact(key) != asked]
-    assert sum(before.count(other) for other in others) == needles.FACTS - 1
+    assert before.endswith(needles.STATED) and before.count(needles.STATED) == 2
+    assert before.count(f"{needles.STATED}{value}.") == 1 and value.strip() in needles.VALUES
 
 
-def test_facts_lie_at_every_depth():
+def test_needles_lie_at_every_depth():
     depths = []
     for seed in range(300):
-        ids, answer = needles.question(Random(seed), Bytes(), FILLER, 512)
-        text = bytes(ids[1:].tolist()).decode()
-        depths.append(text.index(text[text.rindex("The word of") : -answer]) / 512)
-    assert np.percentile(depths, 5) < 0.1 and np.percentile(depths, 95) > 0.75
+        ids, _ = needles.question(Random(seed), Bytes(), FILLER, 512)
+        depths.append(bytes(ids[1:].tolist()).decode().index(needles.STATED) / 512)
+    assert np.percentile(depths, 5) < 0.1 and np.percentile(depths, 95) > 0.8
 
 
 @pytest.mark.slow
