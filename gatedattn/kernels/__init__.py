@@ -123,6 +123,7 @@ def choose(kernel: str, request: Request) -> tuple[str, list[str]]:
             if not (reason := refusal(name, request)):
                 return name, passed
             passed.append(f"{name} {reason}")
+        raise ValueError(f"kernel='auto' finds none that can: {'; '.join(passed)}")
     if kernel not in CAPABILITIES:
         raise ValueError(f"kernel={kernel!r}: must be auto or one of {', '.join(CAPABILITIES)}")
     if reason := refusal(kernel, request):

@@ -234,5 +234,7 @@ def test_what_cannot_be_had_is_told():
         ValueError, match="kernel='chunked' cannot spread a sequence over devices .mesh.context=2. where queries"
     ):
         kernels.choose("chunked", Request(selected=True, context=2, seq_len=8))
+    with pytest.raises(ValueError, match="kernel='auto' finds none that can: chunked cannot spread a sequence"):
+        kernels.choose("auto", Request(platform="cpu", selected=True, context=2, seq_len=8))
     with pytest.raises(ConfigError, match="cache=window:4: native sparse attention"):
         score(Transformer(CONFIG, rngs=nnx.Rngs(0)), TOKENS, "window:4")
