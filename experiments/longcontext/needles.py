@@ -1,12 +1,12 @@
-"""Speeches with a needle in them: a word that a document states somewhere and is asked for at its end.
+"""Speeches with a needle in them: a word that a document states, and that is asked for later.
 
     python -m experiments.longcontext.needles --out=DIR [--documents=12000]
 
-Writes DIR/NNNNN.txt, each a passage of a State of the Union address of 40 words in which stands "The word is river.", and which ends with
-the same again: at the second "is" the word is known to who finds the first. Held-out speeches are left out.
+Writes DIR/NNNNN.txt, each a passage of a State of the Union address of 40 words in which "The word is river." stands at five random places
+and at the end: from the second "is" on the word is known to who finds an earlier one. Held-out speeches are left out.
 
-As easy as a needle can be: one fact, no key to match, words that the speeches hardly use. Two facts with keys ("The word of Ohio is
-river.") were not learned in 5 M tokens by models of this size (experiments/LOG.md).
+As easy as a needle can be: one fact, no key to match, words that the speeches hardly use, asked several times and from near by too.
+Harder ones were not learned by models of this size (experiments/LOG.md).
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ VALUES = (
     "river stone garden window silver engine letter market winter summer island forest bridge candle harbor mirror orange pepper rocket "
     "saddle temple valley violet wagon apple basket copper desert eagle feather guitar hammer"
 ).split()
-WORDS, STATED = 40, "The word is"
+WORDS, TIMES, STATED = 40, 5, "The word is"
 
 
 def document(rng: Random, passage: list[str]) -> str:
     """A training document."""
     words, needle = list(passage), f"{STATED} {rng.choice(VALUES)}."
-    words.insert(rng.randint(0, len(words)), needle)
+    for _ in range(TIMES):
+        words.insert(rng.randint(0, len(words)), needle)
     return " ".join([*words, needle])
 
 

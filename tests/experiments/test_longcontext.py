@@ -19,7 +19,12 @@ def test_a_document_states_a_word_and_ends_with_it(seed):
     passage = [f"w{i}" for i in range(needles.WORDS)]
     text = needles.document(Random(seed), passage)
     words = [piece.split(".")[0].strip() for piece in text.split(needles.STATED)[1:]]
-    assert len(words) == 2 and words[0] == words[1] in needles.VALUES and text.endswith(f"{needles.STATED} {words[0]}.")
+    assert (
+        len(words) == needles.TIMES + 1
+        and len(set(words)) == 1
+        and words[0] in needles.VALUES
+        and text.endswith(f"{needles.STATED} {words[0]}.")
+    )
     assert [word for word in text.split() if word[0] == "w" and word[1:].isdecimal()] == passage
 
 
