@@ -338,6 +338,7 @@ def test_stopping_early_loses_nothing(model, tokenizer):
     assert answered([early[0], "not there"]) == whole  # the batch waits for the slowest
 
 
+@pytest.mark.slow
 def test_the_command(model, tokenizer, tmp_path, capsys, monkeypatch):
     (tmp_path / "speech.txt").write_text("\n".join(SPEECH * 7))
     (tmp_path / "squad.json").write_text(json.dumps(SQUAD))

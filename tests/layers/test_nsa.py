@@ -134,6 +134,7 @@ def test_with_every_block_it_is_ordinary_attention(changes):
     np.testing.assert_allclose(run(layer, x, POSITIONS, SEGMENTS)[0], expected, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_gradients_in_parts_equal_those_of_the_whole(x64, monkeypatch):
     """Queries that look at the compressed blocks eight at a time, and the selected ones through the chunked kernel, against a whole."""
     x = inputs()
@@ -163,6 +164,7 @@ CONFIG = TransformerConfig(vocab_size=40, d_model=24, num_layers=2, num_heads=4,
 TOKENS = np.random.default_rng(0).integers(0, 40, (B, T))
 
 
+@pytest.mark.slow
 def test_probes_show_weights_as_they_are():
     """bos_share is the weight on token 0, gates included, as in the maps; what no probe can know is NaN. With blocks of one token and
     equal gates the map is that of ordinary attention."""
