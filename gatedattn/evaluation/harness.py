@@ -18,7 +18,7 @@ from tqdm import tqdm
 from gatedattn.config import ConfigError
 from gatedattn.data.tokenizers import Tokenizer
 from gatedattn.evaluation.perplexity import token_losses
-from gatedattn.inference import Generator, Sampling
+from gatedattn.inference import Generator, Sampling, continuation
 from gatedattn.sharding import constrain
 from gatedattn.transformer import Transformer
 
@@ -180,14 +180,10 @@ class HarnessModel(TemplateLM):
         for piece in self._generator.stream(prompts, max_tokens=limit, sampling=sampling, stop=stop):
             for tokens, row in zip(new, piece.tolist(), strict=True):
                 tokens += [token for token in row if token >= 0]
-            texts = [self._continuation(p, n) for p, n in zip(prompts, new, strict=True)]
+            texts = [continuation(self.text, p, n) for p, n in zip(prompts, new, strict=True)]
             if until and all(any(end in text for end in until) for text in texts):
                 break
         return [_before(text, until) for text in texts]
-
-    def _continuation(self, prompt: list[int], new: list[int]) -> str:
-        # Decoded together: SentencePiece drops the space before the first word of what it is given.
-        return self.text.decode([*prompt, *new])[len(self.text.decode(prompt)) :]
 
 
 def _empty(names: Sequence[str], batch: int, length: int) -> dict[str, np.ndarray]:

@@ -2,8 +2,8 @@
 
 from gatedattn.inference.cache import CachePolicy
 from gatedattn.inference.decode import Generator, generate
-from gatedattn.inference.sample import stream_text
+from gatedattn.inference.sample import continuation, stream_text
 from gatedattn.inference.sampling import Sampling
 from gatedattn.inference.scoring import score
 
-__all__ = ["CachePolicy", "Generator", "Sampling", "generate", "score", "stream_text"]
+__all__ = ["CachePolicy", "Generator", "Sampling", "continuation", "generate", "score", "stream_text"]

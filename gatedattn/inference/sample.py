@@ -50,6 +50,12 @@ def stream_text(
         yield text[shown:]
 
 
+def continuation(tokenizer: Tokenizer, prompt: Sequence[int], new: Sequence[int]) -> str:
+    """The text of new tokens, decoded with the prompt's last: SentencePiece drops the space before the first word of what it is given."""
+    end = prompt[-16:]
+    return tokenizer.decode([*end, *new])[len(tokenizer.decode(end)) :]
+
+
 def text(
     model: Transformer, tokenizer: Tokenizer, prompt: str = "", *, tokens: int = 60, temperature: float = 0.0, seed: int = 0
 ) -> str:

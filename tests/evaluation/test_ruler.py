@@ -24,7 +24,7 @@ from gatedattn.evaluation.ruler import run, write
 from gatedattn.evaluation.ruler.material import Essay, Material, Questions, Words
 from gatedattn.evaluation.ruler.samples import Sample, Suite, score
 from gatedattn.evaluation.ruler.tasks import DEPTHS, NOISE, TASKS, Task
-from gatedattn.inference import Generator, generate
+from gatedattn.inference import Generator, continuation, generate
 from gatedattn.interop import models
 from gatedattn.interop.build import flat_parameters
 
@@ -320,7 +320,7 @@ def test_stopping_early_loses_nothing(model, tokenizer):
     prompts = [tokenizer.encode("The Union is strong. " * n) for n in (3, 4)]
     stop = [tokenizer.bos_id]
     whole = [
-        run.continuation(tokenizer, prompt.tolist(), new)
+        continuation(tokenizer, prompt.tolist(), new)
         for prompt, new in zip(prompts, generate(model, prompts, max_tokens=60, stop=stop))
     ]
     assert all(tokenizer.decode(prompt) + text == tokenizer.decode([*prompt, *new]) for prompt, text, new in zip(

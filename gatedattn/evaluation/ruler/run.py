@@ -19,7 +19,7 @@ from gatedattn.evaluation.ruler.book import Book
 from gatedattn.evaluation.ruler.material import Material
 from gatedattn.evaluation.ruler.samples import Sample, Suite, score
 from gatedattn.evaluation.ruler.tasks import TASKS, Task
-from gatedattn.inference import Generator
+from gatedattn.inference import Generator, continuation
 from gatedattn.transformer import Transformer
 
 TOGETHER = 65536  # tokens of the prompts of a batch
@@ -100,12 +100,6 @@ def answers(generator: Generator, tokenizer: Tokenizer, batch: Sequence[Sample],
         if all(over):
             break
     return texts
-
-
-def continuation(tokenizer: Tokenizer, prompt: list[int], new: list[int]) -> str:
-    """Decoded with the prompt's last tokens: SentencePiece drops the space before the first word of what it is given."""
-    end = prompt[-16:]
-    return tokenizer.decode([*end, *new])[len(tokenizer.decode(end)) :]
 
 
 def record(sample: Sample, text: str, task: Task) -> dict:
