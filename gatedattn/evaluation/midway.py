@@ -1,8 +1,7 @@
 """What a run measures while it trains, beside its held-out loss: `eval.tasks`.
 
-Texts are tokenized and cut into windows when the run starts; at an evaluation all of them are handed to the device before the first
-result is read, and the programs are compiled once. The training step is not touched: its program stays, and it waits for the
-evaluation as it does for the held-out loss.
+Texts are tokenized and cut into windows, and RULER's samples drawn, when the run starts; the programs are compiled once. The training
+step is not touched: its program stays, and it waits for the evaluation as it does for the held-out loss.
 """
 
 from __future__ import annotations
@@ -123,7 +122,7 @@ def _ruler(config: RunConfig, tokenizer: Tokenizer, rest: str) -> Evaluator:
             task, size, scores = ruler.TASKS[name], min(TOGETHER, len(drawn)), []
             for start in range(0, len(drawn), size):
                 batch = drawn[start : start + size]
-                texts = answers(generator, tokenizer, batch + batch[-1:] * (size - len(batch)), task)
+                texts = answers(generator, tokenizer, batch, task, size)
                 scores += [ruler.score(text, sample.references, task.any_reference) for text, sample in zip(texts, batch)]
             lines.append({"task": f"ruler:{name}@{length}", "score": 100 * sum(scores) / len(scores), "samples": len(scores)})
         return lines

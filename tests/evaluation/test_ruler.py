@@ -336,6 +336,8 @@ def test_stopping_early_loses_nothing(model, tokenizer):
     for text, full, reference in zip(texts, whole, early):
         assert full.startswith(text) and len(text) < len(full) and score(text, [reference]) == 1
     assert answered([early[0], "not there"]) == whole  # the batch waits for the slowest
+    one = run.answers(generator, tokenizer, [Sample(0, "", ["not there"], prompts[0])], task, rows=2)
+    assert one == whole[:1]  # rows that fill the batch up answer nothing
 
 
 @pytest.mark.slow

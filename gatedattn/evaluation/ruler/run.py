@@ -73,7 +73,7 @@ def evaluate(
             waiting = suite.samples(task, length, samples - len(records), start)
             while batch := list(islice(waiting, size)):
                 generator = generator or Generator(model)
-                found = answers(generator, tokenizer, batch + batch[-1:] * (size - len(batch)), TASKS[task])
+                found = answers(generator, tokenizer, batch, TASKS[task], size)
                 new = [record(sample, text, TASKS[task]) for sample, text in zip(batch, found)]
                 book.add(name, task, length, new)
                 records += new
@@ -81,18 +81,20 @@ def evaluate(
             book.finish(name, task, length, [record["score"] for record in records])
 
 
-def answers(generator: Generator, tokenizer: Tokenizer, batch: Sequence[Sample], task: Task) -> list[str]:
+def answers(generator: Generator, tokenizer: Tokenizer, batch: Sequence[Sample], task: Task, rows: int = 0) -> list[str]:
     """Up to `task.tokens` new tokens after each prompt, as text, up to EOS or BOS.
 
-    Ends when every answer of the batch has its full score: a longer one would still hold all references, so that no score is lost.
+    At least `rows` rows are computed, so that a smaller last batch needs no program of its own. Ends when every answer of the batch has
+    its full score: a longer one would still hold all references, so that no score is lost.
     """
     # All tasks ask for as many tokens, and so share compiled programs, but for a model that has no positions to spare.
     budget = task.tokens if generator.config.position == "learned" else LONGEST
     new, over = [[] for _ in batch], [False] * len(batch)
     texts = [""] * len(batch)
     stop = [tokenizer.bos_id, *tokenizer.eos_ids]
-    for piece in generator.stream([sample.tokens for sample in batch], max_tokens=budget, stop=stop):
-        for i, row in enumerate(piece.tolist()):
+    prompts = [sample.tokens for sample in (*batch, *batch[-1:] * (rows - len(batch)))]
+    for piece in generator.stream(prompts, max_tokens=budget, stop=stop):
+        for i, row in enumerate(piece.tolist()[: len(batch)]):
             new[i] = (new[i] + [token for token in row if token >= 0])[: task.tokens]
             texts[i] = continuation(tokenizer, batch[i].tokens.tolist(), new[i])
             full = score(texts[i], batch[i].references, task.any_reference) == 1
