@@ -53,9 +53,8 @@ def loop_over_layers(config, params, tokens):
     return final @ params["embedding"]["table"].T
 
 
-@pytest.mark.parametrize(
-    "remat", ["none", pytest.param("full", marks=pytest.mark.slow), pytest.param("attn", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("remat", ["none", "full", "attn"])
 def test_a_scan_over_periods_equals_a_loop_over_the_layers(remat):
     config = dataclasses.replace(CONFIG, remat=remat)
     graphdef, params = nnx.split(build(config))
@@ -186,7 +185,8 @@ def test_what_knows_no_patterns_says_so():
         add_gates(nnx.eval_shape(lambda: Transformer(CONFIG, rngs=nnx.Rngs(0))), "g1:scale=2:zeros")
 
 
-@pytest.mark.parametrize("unroll", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("unroll", [False, True])
+@pytest.mark.slow
 def test_generation_honours_each_layer(unroll):
     """Each new token is the most likely one of a pass without a cache over the whole row."""
     model = build(CONFIG)

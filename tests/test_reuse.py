@@ -31,13 +31,9 @@ def data(dtype=jnp.float32):
 
 @pytest.mark.parametrize(
     "dtype",
-    [
-        "float64",
-        pytest.param("bfloat16", marks=pytest.mark.slow),
-        pytest.param("float32", marks=pytest.mark.slow),
-        pytest.param("float16", marks=pytest.mark.slow),
-    ],
+    ["float64", "bfloat16", "float32", "float16"],
 )
+@pytest.mark.slow
 def test_any_type(dtype):
     with jax.enable_x64(dtype == "float64"):
         # XLA's CPU back end has no product of bfloat16 matrices with a float32 result, which it makes of a float32 router's: on CPU,

@@ -269,7 +269,8 @@ def test_every_mesh_of_eight_devices(alone, config, mesh):
     compare(loss_and_grads(config, MeshConfig(**mesh), 8), alone[config])
 
 
-@pytest.mark.parametrize("config", [CONFIG, pytest.param(MOE, marks=pytest.mark.slow)], ids=["dense", "moe"])
+@pytest.mark.parametrize("config", [CONFIG, MOE], ids=["dense", "moe"])
+@pytest.mark.slow
 def test_explicit_mesh(alone, config):
     """The same where shardings are part of the types; gradients then have the shardings of their parameters."""
     compare(loss_and_grads(config, MeshConfig(fsdp=2, tensor=2, context=2), 8, AxisType.Explicit), alone[config])

@@ -28,6 +28,7 @@ def folders(tmp_path):
     return [str(tmp_path / "m0"), str(tmp_path / "m1")]
 
 
+@pytest.mark.slow
 def test_from_models_to_table(folders, tmp_path, capsys):
     argv = [
         *folders,

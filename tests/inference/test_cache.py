@@ -75,6 +75,9 @@ AROUND = (
     "hidden gates",
     "query and self gates",
     "value and slice gates",
+    "switch",
+    "nsa, shared and dense",
+    "moe",
 )
 
 

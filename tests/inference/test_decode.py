@@ -57,6 +57,7 @@ def test_rearranged_weights_compute_the_same(build, changes):
     check_greedy(model, PROMPTS, generate(model, PROMPTS, max_tokens=4))
 
 
+@pytest.mark.slow
 def test_long_prompts_pass_in_pieces(model, monkeypatch):
     monkeypatch.setattr(decode, "PREFILL", 8)
     check_greedy(model, PROMPTS, generate(model, PROMPTS, max_tokens=2))
@@ -78,6 +79,7 @@ def test_draws_depend_on_the_seed_alone(model):
     assert draws != generate(model, PROMPTS[:2], seed=2, **options)
 
 
+@pytest.mark.slow
 def test_the_decode_step_writes_its_cache_in_place(model, optimized):
     """A step makes no copy of the cache: its buffers are donated, and what it needs besides does not grow with them."""
     temporary = {}

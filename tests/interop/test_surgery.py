@@ -111,7 +111,7 @@ def step(model, tx, params, state):
     return value, optax.apply_updates(params, updates), state
 
 
-@pytest.mark.parametrize("how", ["train_only", "multi_transform"])
+@pytest.mark.parametrize("how", ["train_only", pytest.param("multi_transform", marks=pytest.mark.slow)])
 def test_gate_only_training_changes_only_gates_and_lowers_the_loss(pretrained, how):
     model = add_gates(pretrained)
     params = params_of(model)

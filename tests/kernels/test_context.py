@@ -48,7 +48,7 @@ def test_balance_and_restore(count):
         ("chunked", 24, 4, 0, AxisType.Auto),  # six queries a device, in two runs
         ("chunked", 12, 4, 5, AxisType.Explicit),  # three: not rearranged
         pytest.param("splash", 256, 2, 0, AxisType.Auto, marks=pytest.mark.slow),  # one tile a device: not rearranged
-        ("splash", 512, 2, 200, AxisType.Auto),
+        pytest.param("splash", 512, 2, 200, AxisType.Auto, marks=pytest.mark.slow),
     ],
 )
 def test_equals_one_device(kernel, T, count, window, kind):

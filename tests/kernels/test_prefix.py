@@ -26,7 +26,7 @@ def one_softmax(q, k, v, segments, window, prefix):
     return out, kept
 
 
-@pytest.mark.parametrize("kernel", ["reference", "chunked"])
+@pytest.mark.parametrize("kernel", [pytest.param("reference", marks=pytest.mark.slow), "chunked"])
 def test_equals_one_softmax_over_both(x64, kernel):
     q, k, v, segments = inputs(T=13, C=8)
     prefix = tuple(np.random.default_rng(5).normal(size=(2, 3, 2, 8)))

@@ -161,9 +161,10 @@ def alone():
 
 @pytest.mark.parametrize(
     "mesh,capacity",
-    [(MESHES[3], 4.0), *(pytest.param(m, 0.0, marks=pytest.mark.slow) for m in MESHES)],
+    [(MESHES[3], 4.0), *((m, 0.0) for m in MESHES)],
     ids=str,
 )
+@pytest.mark.slow
 def test_divided_experts_equal_one_device(alone, mesh, capacity):
     batch = dict(B=8, T=4)
     config = MoEConfig(num_experts=8, top_k=2, expert_dim=6, capacity=capacity)

@@ -55,11 +55,16 @@ def dense(model, query_mask):
     "extra",
     [
         {},
-        pytest.param({"sink": "learned"}, marks=pytest.mark.slow),
-        {"window": 4, "kernel": "reference"},
-        {"sink": "off_by_one", "qk_norm": False},
-        {"attention": "sigmoid", "sigmoid_length": T},
-        {"attention": "softpick"},
+        *(
+            pytest.param(extra, marks=pytest.mark.slow)
+            for extra in (
+                {"sink": "learned"},
+                {"window": 4, "kernel": "reference"},
+                {"sink": "off_by_one", "qk_norm": False},
+                {"attention": "sigmoid", "sigmoid_length": T},
+                {"attention": "softpick"},
+            )
+        ),
     ],
 )
 def test_equals_dense_maps(x64, extra):
@@ -97,6 +102,7 @@ def test_model_with_a_known_answer():
     np.testing.assert_allclose(measured["gates"]["g1"]["below_0.1"], 0)
 
 
+@pytest.mark.slow
 def test_bfloat16_probe_is_close():
     config = dataclasses.replace(CONFIG, gates="g1", dtype="bfloat16")
     low, high = (Transformer(c, rngs=nnx.Rngs(0)) for c in (config, dataclasses.replace(config, dtype="float32")))

@@ -94,7 +94,9 @@ CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 
 
 @pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="needs chromium and chromedriver (Debian: chromium chromium-driver)")
-@pytest.mark.parametrize("scheme, width", [("light", 1200), pytest.param("dark", 1200, marks=pytest.mark.slow), ("dark", 390)])
+@pytest.mark.parametrize(
+    "scheme, width", [*(pytest.param(s, 1200, marks=pytest.mark.slow) for s in ("light", "dark")), ("dark", 390)]
+)
 def test_in_a_browser(page, scheme, width, tmp_path):
     """No console errors, nothing wider than the screen, the slider moves every heat map, colours follow the system."""
     from selenium import webdriver

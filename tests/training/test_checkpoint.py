@@ -20,7 +20,7 @@ def numbered(state, step=7):
     return jax.tree.map(lambda x: x + np.arange(x.size, dtype=x.dtype).reshape(x.shape), state)._replace(step=np.int32(step))
 
 
-@pytest.mark.parametrize("name", ["adamw", "muon"])
+@pytest.mark.parametrize("name", ["adamw", pytest.param("muon", marks=pytest.mark.slow)])
 def test_a_state_comes_back_bit_for_bit(config, tmp_path, name):
     c = dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, name=name))
     state = numbered(steps.initialize(c))
@@ -111,7 +111,8 @@ def test_a_checksum_sees_every_bit_and_no_sharding(dtype, shape, seed):
         assert int(checksum(jnp.asarray(swapped.reshape(x.shape)))) != before
 
 
-@pytest.mark.parametrize("share", [0.1, pytest.param(1.0, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("share", [0.1, 1.0])
 def test_damage_is_found_named_and_the_checkpoint_before_it_is_used(config, tmp_path, capsys, share):
     """The files of a checkpoint in turn: a bit flipped, cut short, gone. What comes back is what was saved, or an older one."""
     states = {step: numbered(steps.initialize(config), step) for step in (3, 7)}

@@ -35,7 +35,8 @@ def interrupt_after(step, metrics, signum):
     return thread
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.slow
 def test_an_interrupted_run_ends_up_where_an_undisturbed_one_does(text_config, tmp_path, capsys, signum):
     config = dataclasses.replace(text_config, train=dataclasses.replace(text_config.train, steps=40, log_every=1))
     whole = loop.train(config, tmp_path / "whole", ONE)

@@ -31,7 +31,7 @@ def plain(hidden, unembedding, targets, mask, z_loss):
 
 
 @pytest.mark.parametrize("z_loss", [0.0, 0.3])
-@pytest.mark.parametrize("chunk", [1, 4, 7, 21, 1000])
+@pytest.mark.parametrize("chunk", [*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 4)), 7, 21, 1000])
 def test_value_and_gradients_match_a_plain_computation(inputs, chunk, z_loss):
     hidden, unembedding, targets, mask = inputs
 

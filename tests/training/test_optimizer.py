@@ -84,6 +84,7 @@ def test_decay_only_shrinks_the_intended_parameters(name):
     np.testing.assert_allclose(updates["head"]["kernel"], -config.learning_rate * 0.1 * tree["head"]["kernel"], 1e-5)
 
 
+@pytest.mark.slow
 def test_muon_orthogonalises_each_layers_matrix_and_leaves_the_rest_to_adam():
     config = OptimizerConfig(name="muon", schedule="constant", warmup_steps=0, weight_decay=0.0, clip_norm=0.0)
     tree = params()
