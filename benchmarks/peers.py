@@ -1,26 +1,32 @@
 """Our training step and those of the peers, taking turns in one run.
 
 python -m benchmarks.peers [--dtype=float32|bfloat16] [--systems=gatedattn,transformers,transformers-compiled] [--repeats=5]
-                           [--steps=3] [--out=benchmarks/results/peers-float32.json]
+                           [--steps=3] [--maxtext=PYTHON] [--out=benchmarks/results/peers-float32.json]
 
 The work is that of `benchmarks.step`: the same shape, tokens per step, AdamW, clipping at 1, and precision (bfloat16: float32
 parameters, autocast), with the elementwise gate on. The peer with this gate is transformers' Qwen3-Next with full attention in all
 layers, eager or under torch.compile; it needs the `hf` extra. Each system is a process of its own which sleeps while another
 runs; a repeat gives each its turn. The first repeat is left out. Ratios are ours over theirs of the same repeat.
+
+`--maxtext` is the Python of an environment with MaxText, which wants other versions than ours (`pip install maxtext` on Python 3.12);
+"maxtext" then joins the systems. It has no gate, some 3 % less work. Each turn is a run of its trainer on synthetic data, everything
+else off, whose logged seconds of the last steps count.
 """
 
 import argparse
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 from benchmarks import step as ours
 
-SYSTEMS = ("gatedattn", "transformers", "transformers-compiled")
+SYSTEMS = ("gatedattn", "transformers", "transformers-compiled", "maxtext")
 
 
 # --- a worker: says "ready" and what it is, then takes n steps for each line "n", and answers with their seconds ----------------
@@ -111,13 +117,60 @@ class Worker:
         self.process.wait()
 
 
-def compare(systems: list[str], dtype: str, repeats: int, n: int) -> dict:
+class MaxText:
+    """MaxText's trainer takes no step at a time: every turn is a run of its own."""
+
+    def __init__(self, python: Path, dtype: str):
+        shape, self.folder = ours.REFERENCE, tempfile.TemporaryDirectory()
+        self.command = [python, "-m", "maxtext.trainers.pre_train.train", "base.yml"] + [
+            f"{name}={value}"
+            for name, value in dict(
+                model_name="qwen3-0.6b",  # for QK-norm; what follows replaces its sizes
+                override_model_config=True,
+                base_emb_dim=shape["d_model"],
+                base_num_decoder_layers=shape["num_layers"],
+                base_num_query_heads=shape["num_heads"],
+                base_num_kv_heads=shape["num_kv_heads"],
+                head_dim=shape["head_dim"],
+                base_mlp_dim=shape["ffn_dim"],
+                vocab_size=shape["vocab_size"],
+                logits_via_embedding=False,
+                dtype=dtype,
+                weight_dtype="float32",
+                remat_policy="minimal",
+                per_device_batch_size=ours.BATCH,
+                max_target_length=ours.LENGTH,
+                dataset_type="synthetic",
+                hardware="cpu",
+                attention="dot_product",
+                gradient_clipping_threshold=1.0,
+                enable_checkpointing=False,
+                base_output_directory=self.folder.name,
+                run_name="peer",
+            ).items()
+        ]
+        asked = [python, "-c", "import maxtext, jax, importlib.metadata as m; print(m.version('maxtext'), m.version('jax'))"]
+        versions = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.split()
+        self.about = {"version": f"maxtext {versions[-2]}, jax {versions[-1]}"}
+
+    def run(self, n: int) -> float:
+        done = subprocess.run([*self.command, f"steps={n + 2}"], capture_output=True, text=True)
+        seconds = [float(s) for s in re.findall(r"completed step: \d+, seconds: ([\d.]+)", done.stdout + done.stderr)]
+        if len(seconds) < n + 2:
+            raise SystemExit(f"MaxText took {len(seconds)} of {n + 2} steps:\n{done.stderr[-2000:]}")
+        return sum(seconds[2:])  # the first two compile, and wait for it
+
+    def close(self) -> None:
+        self.folder.cleanup()
+
+
+def compare(systems: list[str], dtype: str, repeats: int, n: int, maxtext: Path | None = None) -> dict:
     tokens = ours.BATCH * ours.LENGTH * n
     workers, rates = {}, {system: [] for system in systems}
     load = os.getloadavg()[0]
     for system in systems:
         print(f"{system}: starting", file=sys.stderr, flush=True)
-        workers[system] = Worker(system, dtype)
+        workers[system] = MaxText(maxtext, dtype) if system == "maxtext" else Worker(system, dtype)
     for repeat in range(repeats + 1):
         for system, worker in workers.items():
             seconds = worker.run(n)
@@ -141,7 +194,8 @@ def compare(systems: list[str], dtype: str, repeats: int, n: int) -> dict:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
-    parser.add_argument("--systems", default=",".join(SYSTEMS))
+    parser.add_argument("--systems", help=f"of {', '.join(SYSTEMS)}; by default all that can be")
+    parser.add_argument("--maxtext", type=Path, help="the Python of an environment with MaxText")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--out", type=Path, help="keep the result as JSON")
@@ -149,10 +203,12 @@ def main() -> None:
     args = parser.parse_args()
     if args.worker:
         return work(args.worker, args.dtype)
-    systems = args.systems.split(",")
+    systems = args.systems.split(",") if args.systems else [s for s in SYSTEMS if s != "maxtext" or args.maxtext]
     if unknown := set(systems) - set(SYSTEMS):
         parser.error(f"--systems={','.join(sorted(unknown))}: must be among {', '.join(SYSTEMS)}")
-    result = compare(systems, args.dtype, args.repeats, args.steps)
+    if "maxtext" in systems and not args.maxtext:
+        parser.error("the system maxtext needs --maxtext=PYTHON")
+    result = compare(systems, args.dtype, args.repeats, args.steps, args.maxtext)
     for system, found in result["systems"].items():
         low, high = found["ours_over_this_range"]
         ratio = f"{found['ours_over_this']:.2f} ({low:.2f} to {high:.2f})"

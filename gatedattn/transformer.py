@@ -99,9 +99,9 @@ class Transformer(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], dict]:
         """The residual stream after the final norm, before the head.
 
-        `config.remat` says what the backward pass computes again instead of keeping it: none; attn, the attention half of each block
-        (projections, norms, gates; not the attention kernel); mlp, the other half; full, the whole block; offload, the whole block,
-        its input waiting in the host's memory.
+        `config.remat` says what the backward pass computes again instead of keeping it: none, no matrix product and no attention kernel
+        (norms, activations, gates and rotations it does, but for those of experts); attn, also the attention half of each block
+        (not the kernel); mlp, the other half; full, the whole block; offload, the whole block, its input waiting in the host's memory.
 
         aux holds, for a mixture of experts, load_balance and router_z (means over the layers), router_load [L, E] and
         router_entropy [L]; and aux["probe"], a tree with a leading L, if a probe is given (see `gatedattn.probes`). What only some

@@ -118,6 +118,20 @@ def test_recomputation_is_counted():
         assert math.isclose(added, expected, rel_tol=0.03), (remat, added, expected)
 
 
+@pytest.mark.parametrize(
+    "change", [{}, {"gates": "g2+g5:headwise", "sandwich_norm": True}, {"kernel": "reference", "gates": "none"}]
+)
+def test_no_product_of_a_projection_is_computed_twice(change):
+    """With remat=none the projections are multiplied three times in a training step, scores and values seven times: one
+    of them to compute the scores again."""
+    config, T = dataclasses.replace(CONFIG, **change), 16
+    sizes = {path: math.prod(leaf.shape) for path, leaf in abstract_parameters(config).items() if path.startswith("layers/")}
+    projections = 3 * 2 * T * sum(size for path, size in sizes.items() if path.endswith("kernel"))
+    scores = matmul_flops(training_jaxpr(config, "none").jaxpr) - projections
+    one = 2 * config.num_layers * config.num_heads * config.head_dim * T * T
+    assert scores == 7 * one + (config.kernel == "auto") * one // T  # in the chunked kernel the sum of dy * y, for every query
+
+
 def test_offload_keeps_the_residual_stream_on_the_host():
     text = str(training_jaxpr(CONFIG, "offload"))
     assert "f32<host>[3,1,16,32]" in text or "TransferToMemoryKind" in text or "pinned_host" in text

@@ -36,14 +36,15 @@ class Capability:
     lse: bool = True  # returns its log-sum-exp; otherwise the chunked kernel computes it, where one is asked for
     context: int = 0  # queries spread over the mesh axis `context`, each device's a multiple of this; 0: not
     head_dim: tuple[int, int] = (1, 0)  # a multiple of the first, at most the second (0: any)
-    saved: bool = False  # names its residuals `SAVED`
+    saved: bool = False  # names what it returns `SAVED`
     memory: str = "T"
     requires: str = ""  # a package
 
 
 CAPABILITIES = {
     "reference": Capability(
-        "reference:attention", dtypes=("bfloat16", "float16", "float32", "float64"), weights=KINDS, selected=True, context=1, memory="T x T"
+        "reference:attention", dtypes=("bfloat16", "float16", "float32", "float64"), weights=KINDS, selected=True, context=1, saved=True,
+        memory="T x T",
     ),
     "chunked": Capability(
         "chunked:attention", dtypes=("bfloat16", "float16", "float32", "float64"), weights=KINDS, selected=True, context=1, saved=True

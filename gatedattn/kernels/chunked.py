@@ -16,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from gatedattn.kernels.context import WHOLE, Shard
 from gatedattn.kernels.weights import HIDDEN, SOFTMAX, Weights
 
-BLOCK = 512
+BLOCK = 256
 
 
 def attention(

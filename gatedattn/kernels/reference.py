@@ -1,6 +1,7 @@
 """Dense attention: the definition, for tests and for attention maps. Memory grows with T x S."""
 
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from gatedattn.kernels.context import WHOLE, Shard
@@ -47,11 +48,14 @@ def probabilities(
     return weights.dense(scores)
 
 
-def attention(q, k, v, *, segment_ids=None, window=0, scale, shard: Shard = WHOLE, weights: Weights = SOFTMAX, selected=None):
+def attention(
+    q, k, v, *, segment_ids=None, window=0, scale, shard: Shard = WHOLE, name=None, weights: Weights = SOFTMAX, selected=None
+):  # fmt: skip
     """See `gatedattn.kernels.attention`."""
     B, T, N, _ = q.shape
     options = dict(segment_ids=segment_ids, window=window, scale=scale, shard=shard, weights=weights, selected=selected)
     probs, lse = probabilities(q, k, **options)
     probs = probs.reshape(B, v.shape[2], -1, T, v.shape[1])
     out = jnp.einsum("bkgts,bskh->btkgh", probs, v.astype(probs.dtype)).reshape(B, T, N, -1)
-    return out.astype(v.dtype), lse
+    out = out.astype(v.dtype)
+    return (checkpoint_name(out, name), checkpoint_name(lse, name)) if name else (out, lse)

@@ -1,6 +1,7 @@
 """One layer of the transformer."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -17,7 +18,21 @@ from gatedattn.layers.moe import MoE
 from gatedattn.layers.norm import residual_norm
 from gatedattn.sharding import constrain
 
-KEEP_ATTENTION = jax.checkpoint_policies.save_only_these_names(kernels.SAVED)
+NAMED = jax.checkpoint_policies.save_only_these_names(kernels.SAVED)
+
+
+def keep_attention(primitive, *avals, **params):
+    """A rematerialisation policy: keeps what the attention kernel returned, known by its name, or (GPUs' name nothing) by its call."""
+    called = primitive.name == "pallas_call" or primitive.name.startswith("dot_product_attention_fwd")
+    return called or NAMED(primitive, *avals, **params)
+
+
+def keep_products(primitive, *avals, **params):
+    """Keeps matrix products, too. Norms, activations, gates and rotations are computed again: cheaper than to write and read them."""
+    if primitive.name == "dot_general":
+        return not params["dimension_numbers"][1][0]  # batched ones are scores
+    return keep_attention(primitive, *avals, **params)
+
 
 SIZES = ("d_model", "num_heads", "num_kv_heads", "head_dim", "ffn_dim")
 
@@ -109,10 +124,11 @@ class GatedAttentionBlock(nnx.Module):
                     y, aux = self.moe(self.mlp_norm(middle), None if segment_ids is None else segment_ids != 0)
                 return self._finish(y, self.mlp_post_norm), aux
 
-        if self.remat == "attn":
-            attend = jax.checkpoint(attend, prevent_cse=False, policy=KEEP_ATTENTION)
-        if self.remat == "mlp":
-            mix = jax.checkpoint(mix, prevent_cse=False)
+        checkpoint = functools.partial(jax.checkpoint, prevent_cse=False)
+        if self.remat in ("none", "attn", "mlp"):
+            attend = checkpoint(attend, policy=keep_attention if self.remat == "attn" else keep_products)
+        if self.remat == "mlp" or self.remat in ("none", "attn") and self.moe is None:
+            mix = checkpoint(mix, policy=None if self.remat == "mlp" else keep_products)
         attended, aux = attend(x)
         middle = constrain(x + attended, "BTD")
         y, moe_aux = mix(middle)
