@@ -191,6 +191,17 @@ def compare(systems: list[str], dtype: str, repeats: int, n: int, maxtext: Path 
     return result
 
 
+def table(result: dict) -> str:
+    lines = [f"| {result['dtype']} | tokens/s | ours over this | range | first step after s | |\n", "| --- " * 6 + "|\n"]
+    for system, row in result["systems"].items():
+        low, high = row["ours_over_this_range"]
+        ready = f"{row['ready_seconds']:.0f}" if "ready_seconds" in row else "-"
+        lines.append(
+            f"| {system} | {row['tok_s']:,.0f} | {row['ours_over_this']:.2f} | {low:.2f} to {high:.2f} | {ready} | {row['version']} |\n"
+        )
+    return "".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
@@ -209,10 +220,7 @@ def main() -> None:
     if "maxtext" in systems and not args.maxtext:
         parser.error("the system maxtext needs --maxtext=PYTHON")
     result = compare(systems, args.dtype, args.repeats, args.steps, args.maxtext)
-    for system, found in result["systems"].items():
-        low, high = found["ours_over_this_range"]
-        ratio = f"{found['ours_over_this']:.2f} ({low:.2f} to {high:.2f})"
-        print(f"{args.dtype}  {system:24} {found['tok_s']:8,.0f} tokens/s   ours over this: {ratio}")
+    print(table(result))
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps(result, indent=1) + "\n")

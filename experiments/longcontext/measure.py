@@ -85,26 +85,29 @@ def by_name(runs: list[dict]) -> dict[str, list[dict]]:
 
 
 def table(runs: list[dict]) -> str:
-    """Markdown: needles found and loss at each length, mean and standard deviation over seeds."""
+    """Markdown, at each length: needles found, every seed by itself (a model has learned to look or it has not); the loss, mean and standard
+    deviation over seeds."""
     length = runs[0]["length"]
     lines = [
         "| model | seeds | RoPE | " + " | ".join(f"{t * length} tokens" for t in TIMES) + " |\n",
         "| --- " * (3 + len(TIMES)) + "|\n",
     ]
 
-    def cell(values: list[float]) -> str:
+    def cell(what: str, values: list[float]) -> str:
+        if what == "found":
+            return ", ".join(f"{value:.2f}" for value in values)
         return f"{np.mean(values):.3f}" + (f" ± {np.std(values, ddof=1):.3f}" if len(values) > 1 else "")
 
     for what in ("found", "loss"):
         for name, seeds in by_name(runs).items():
             for rope in ("plain", "yarn"):
-                cells = [cell([s.get(f"{rope} {t}", s[f"plain {t}"])[what] for s in seeds]) for t in TIMES]
+                cells = [cell(what, [s.get(f"{rope} {t}", s[f"plain {t}"])[what] for s in seeds]) for t in TIMES]
                 lines.append(f"| {name}, {what} | {len(seeds)} | {rope} | {' | '.join(cells)} |\n")
     return "".join(lines)
 
 
 def draw(runs: list[dict], path: Path) -> None:
-    """Left: needles found by length. Right: loss by position, windows of the greatest length. Dashed: YaRN."""
+    """Left: needles found by length, a line for each seed. Right: loss by position, windows of the greatest length. Dashed: YaRN."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 3.3), layout="constrained")
@@ -112,8 +115,10 @@ def draw(runs: list[dict], path: Path) -> None:
     length = runs[0]["length"]
     for (name, seeds), color in zip(by_name(runs).items(), ("#c44e52", "#4c72b0", "#55a868", "#8172b2")):
         for rope, dash in (("plain", "-"), ("yarn", "--")):
-            shares = [[s.get(f"{rope} {t}", s[f"plain {t}"])["found"] for t in TIMES] for s in seeds]
-            left.plot(np.array(TIMES) * length, np.mean(shares, 0), dash, color=color, marker=".", label=f"{name}, {rope}")
+            for number, seed in enumerate(seeds):
+                shares = [seed.get(f"{rope} {t}", seed[f"plain {t}"])["found"] for t in TIMES]
+                label = None if number else f"{name}, {rope}"
+                left.plot(np.array(TIMES) * length, shares, dash, color=color, marker=".", lw=1, label=label)
             parts = [s[f"{rope} {TIMES[-1]}"]["by_position"] for s in seeds]
             at = [np.sqrt(p["from"] * p["to"]) for p in parts[0]]
             right.plot(

