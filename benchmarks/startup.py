@@ -3,7 +3,8 @@
 python -m benchmarks.startup [--repeats=3] [--maxtext=PYTHON] [--out=benchmarks/results/startup.json]
 
 `run.py` for one step, until its line is printed: with empty caches (the corpus is tokenized, the step compiled), with the corpus prepared,
-and with the step compiled before. Of the tiny config, and of it at the size of `benchmarks.step`, which MaxText gets as well (see `benchmarks.peers`).
+and with the step compiled before. Of the tiny config, and of it at the size of `benchmarks.step`, which MaxText gets as well (see
+`benchmarks.peers`).
 """
 
 from __future__ import annotations

@@ -136,7 +136,7 @@ def draw(runs: list[dict], path: Path) -> None:
     for axis in (left, right):
         axis.axvline(length, color="gray", lw=0.8, ls=":")
         axis.spines[["top", "right"]].set_visible(False)
-    left.legend(frameon=False, fontsize=7)
+    left.legend(frameon=False, fontsize=7, loc=(0.02, 0.2))
     figure.savefig(path, dpi=150)
 
 
