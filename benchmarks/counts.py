@@ -33,7 +33,7 @@ def cases() -> dict[str, RunConfig]:
 
     def case(gates: str = "g1", **changes) -> RunConfig:
         config = reference(gates=gates, **small | changes)
-        return dataclasses.replace(config, train=TrainConfig(batch_size=2, seq_len=1024))
+        return dataclasses.replace(config, train=TrainConfig(batch_size=4, seq_len=512))
 
     moe = MoEConfig(num_experts=8, top_k=2, expert_dim=256)
     return {
