@@ -63,13 +63,13 @@ class Text(HTMLParser):
         self.parts += ["\n"] if tag in BLOCKS else []
 
     def handle_data(self, data):
-        self.parts += [] if self.inside else [data]
+        self.parts += [] if self.inside else [re.sub(r"\s+", " ", data)]  # a line's end in the source is none on the page
 
 
 def of_html(page: str) -> str:
     parser = Text()
     parser.feed(page)
-    lines = (re.sub(r"\s+", " ", line).strip() for line in "".join(parser.parts).split("\n"))
+    lines = (re.sub(" +", " ", line).strip() for line in "".join(parser.parts).split("\n"))
     return "\n".join(line for line in lines if line)
 
 

@@ -1,0 +1,70 @@
+"""The sweep over the paper's variants: its plan, its tables, its corpus' text, and two small runs from beginning to end."""
+
+import json
+
+import pytest
+
+from experiments.variants import config, corpus, sweep
+from gatedattn import variants
+from gatedattn.config import ConfigError, RunConfig, from_mapping
+
+
+def test_rows_are_the_papers():
+    for row in sweep.ROWS.values():
+        mine = from_mapping(RunConfig, config.get_config(f"gate={row.gate}").to_dict())
+        if row.paper:
+            assert mine.model == variants.apply(mine.model, row.paper)
+    jobs = list(sweep.plan(list(sweep.ROWS), 2, False))
+    assert len({job.name for job in jobs}) == len(jobs) == 2 * (len(sweep.ROWS) + 6)
+    assert [job.seed for job in jobs] == sorted(job.seed for job in jobs)
+
+
+def result(row, seed, times=1, **values):
+    standard = dict(loss=4.0, mean_gate=None, m_act=10.0, f_attn=0.1, best_head=0.2, floor=0.01, spikes=0, diverged=False)
+    return {"row": row, "seed": seed, "times": times} | standard | values
+
+
+def test_tables():
+    """Gains are taken seed by seed; the interval is Student's; ranks that agree with the paper's correlate with 1."""
+    results = [result("baseline", seed, loss=4.0 + seed) for seed in range(2)]
+    for row, gate in (("G1", 0.1), ("G1 headwise", 0.2), ("G1 NS-sigmoid", 0.7)):
+        results += [result(row, s, loss=3.9 + s - 0.02 * s, mean_gate=gate, m_act=100 * gate, f_attn=gate) for s in range(2)]
+    results += [result("G1", 0, times=4, loss=9.0, diverged=True)]
+    text = sweep.tables(results)
+    assert (
+        "| G1 | 2 | 4.39 ± 6.2 | 80.64 | -0.11 ± 0.13 | 5.761 | -0.0450 |" in text
+    )  # t(0.975, 1) = 12.706, sd / sqrt 2 = 0.49 and 0.01
+    assert "over 3 gated rows with M-Act 1.00 (the paper's 1.00) and with F-Attn 1.00 (the paper's 1.00)" in text
+    assert "| G1 | x4 | 1 | 9 | 0 | 1 |" in text
+
+
+def test_text_of_a_page():
+    page = "<head><title>x</title></head><h1>One &amp; two</h1><p>three\n <b>four</b><script>no</script></p><pre>no</pre><p> </p>five<br>six"
+    assert corpus.of_html(page) == "One & two\nthree four\nfive\nsix"
+    text = "\n".join(["word " * 100] * 300)
+    parts = list(corpus.pieces(text))
+    assert "\n".join(parts) == text and len(parts) == 3 and max(map(len, parts)) <= corpus.PIECE
+
+
+def test_a_tool_that_is_missing_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="no-such-tool is not installed; it would run: no-such-tool x"):
+        corpus.fetch(["no-such-tool", "x"], str(tmp_path), "*")
+
+
+def test_unknown_row(tmp_path):
+    with pytest.raises(ConfigError, match="did you mean 'baseline'"):
+        sweep.main([f"--out={tmp_path}", f"--runs={tmp_path}", "--rows=baselin"])
+
+
+@pytest.mark.slow
+def test_two_runs_side_by_side_and_not_again(tmp_path, capsys):
+    argv = [f"--out={tmp_path / 'out'}", f"--runs={tmp_path / 'runs'}", "--smoke", "--jobs=2", "--", "--config.train.steps=10"]
+    sweep.main(argv)
+    found = {path.stem: json.loads(path.read_text()) for path in (tmp_path / "out").glob("*.json")}
+    assert set(found) == {"baseline-x1-0", "g1-x1-0"} and all(r["steps"] == 10 for r in found.values())
+    assert found["baseline-x1-0"]["mean_gate"] is None and 0.3 < found["g1-x1-0"]["mean_gate"] < 0.7
+    assert (tmp_path / "out" / "variants.png").stat().st_size > 10_000
+    capsys.readouterr()
+    sweep.main(argv)
+    told = capsys.readouterr().out
+    assert "baseline-x1-0: loss" not in told and "| G1 | 1 |" in told
