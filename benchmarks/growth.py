@@ -63,7 +63,7 @@ def table(result: dict) -> str:
             sizes = [f"{row[name] / 1e6:,.0f}" for name in ("temp_bytes", "argument_bytes")]
             cells = [axis, f"{row['size']:,}", speed, sizes[0], growth, sizes[1], f"{row['compile_seconds']:.1f}"]
             lines.append(f"| {' | '.join(cells)} |\n")
-    return "".join(lines)
+    return "".join(lines) + "\n![Temporaries and speed](results/growth.png)\n"
 
 
 def draw(result: dict, path: Path) -> None:
