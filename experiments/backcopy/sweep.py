@@ -174,7 +174,7 @@ def draw(arms: list[dict], path: Path) -> None:
     import matplotlib
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10, 0.27 * len(arms) + 1.8), layout="constrained")
+    figure = Figure(figsize=(11, 0.27 * len(arms) + 2.4), layout="constrained")
     left, right = figure.subplots(1, 2)
     names, left_edge = [arm["arm"] for arm in arms], np.zeros(len(arms))
     for column, color in (("attention on BOS", "#c44e52"), ("on the previous", "#4c72b0"), ("on itself", "#55a868")):
@@ -183,16 +183,16 @@ def draw(arms: list[dict], path: Path) -> None:
         left_edge += width
     left.invert_yaxis()
     left.set(xlim=(0, 1), xlabel="share of attention, non-trigger queries")
-    left.legend(frameon=False, fontsize=7, loc="lower right")
-    for number, arm in enumerate(arms):
-        at = [p["step"] for p in arm["probes"]]
-        color = matplotlib.colormaps["tab20"](number % 20)
-        right.plot(at, [COLUMNS["attention on BOS"](p).mean() for p in arm["probes"]], color=color, label=arm["arm"], lw=1.2)
+    left.legend(frameon=False, fontsize=7, loc="lower center", bbox_to_anchor=(0.5, 1), ncols=3)
+    curves = [[COLUMNS["attention on BOS"](p).mean() for p in arm["probes"]] for arm in arms]
+    for number in sorted(range(len(arms)), key=lambda n: -curves[n][-1]):  # the legend in the order in which the curves end
+        at, color = [p["step"] for p in arms[number]["probes"]], matplotlib.colormaps["tab20"](number % 20)
+        right.plot(at, curves[number], ("-", "--")[number // 20 % 2], color=color, label=names[number], lw=1.2)
     right.set(xlabel="training step", ylabel="attention on BOS", ylim=(0, 1))
-    right.legend(frameon=False, fontsize=6, ncols=2)
+    right.legend(frameon=False, fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
     for axis in (left, right):
         axis.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=150)
+    figure.savefig(path, dpi=110)
 
 
 def check(arms: list[dict]) -> None:
