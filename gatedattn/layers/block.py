@@ -125,10 +125,13 @@ class GatedAttentionBlock(nnx.Module):
                 return self._finish(y, self.mlp_post_norm), aux
 
         checkpoint = functools.partial(jax.checkpoint, prevent_cse=False)
-        if self.remat in ("none", "attn", "mlp") and cache is None:  # nobody differentiates with a cache
-            attend = checkpoint(attend, policy=keep_attention if self.remat == "attn" else keep_products)
-        if self.remat == "mlp" or self.remat in ("none", "attn") and self.moe is None:
-            mix = checkpoint(mix, policy=None if self.remat == "mlp" else keep_products)
+        if self.remat in ("none", "attn", "mlp"):  # of the others the whole block is computed again, see Transformer.hidden
+            if cache is None:  # nobody differentiates with one
+                attend = checkpoint(attend, policy=keep_attention if self.remat == "attn" else keep_products)
+            if self.remat == "mlp":
+                mix = checkpoint(mix)
+            elif self.moe is None:
+                mix = checkpoint(mix, policy=keep_products)
         attended, aux = attend(x)
         middle = constrain(x + attended, "BTD")
         y, moe_aux = mix(middle)

@@ -49,8 +49,9 @@ def test_prompts_of_unequal_length_and_ways_to_visit_the_layers(model):
         ),
         dict(gates="g1:value", registers=3, pattern="window=4|window=0", switch=SwitchConfig("kvo", num_experts=2)),
         dict(nsa=NSAConfig(True, compress_block=2, compress_stride=1, select_block=2, select_count=3, window=3)),
+        dict(remat="attn"),
     ],
-    ids=["untied", "moe", "registers, experts", "nsa"],
+    ids=["untied", "moe", "registers, experts", "nsa", "remat"],
 )
 def test_rearranged_weights_compute_the_same(build, changes):
     model = build(**changes)
