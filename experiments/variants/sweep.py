@@ -27,10 +27,10 @@ from pathlib import Path
 import numpy as np
 
 from gatedattn import variants
-from gatedattn.config import ConfigError, suggest
+from gatedattn.config import ConfigError, GuardConfig, suggest
 from gatedattn.data.cache import write_atomically
 from gatedattn.report.runs import Run
-from gatedattn.training.recorder import finite
+from gatedattn.training.recorder import finite, read_lines
 
 RATE = 3e-3  # of experiments/variants/config.py
 
@@ -94,44 +94,47 @@ def plan(rows: list[str], seeds: int, smoke: bool) -> Iterator[Job]:
         yield from (Job(row, times, seed) for row in rows for times in TIMES.get(row, (1,)) if times > 1 and not smoke)
 
 
-def collect(job: Job, path: Path) -> dict:
-    """What a finished run says of the paper's questions; of a line of heads.jsonl, the last."""
+def collect(job: Job, path: Path, stopped: bool) -> dict:
+    """What a run says of the paper's questions when it has ended, or was stopped because its loss is finite no more."""
     run = Run.read(path, job.name)
-    heads, losses = run.heads[-1], np.array([line["loss"] for line in run.metrics], float)
-    bos, tail = np.array(heads["bos_share"], float), losses[-max(1, len(losses) // 20) :]
-    gates = [values[-1][1] for values in run.gate("mean").values()]
+    known, heads = run.summary(), run.heads[-1] if run.heads else {}
+    losses = np.array([line["loss"] for line in run.metrics], float)
+    tail = losses[-max(1, len(losses) // 20) :]
+    gates = [np.nanmean(values[-1][1]) for values in run.gate("mean").values()]
     return {
         "row": job.row,
         "times": job.times,
         "seed": job.seed,
-        "steps": run.metrics[-1]["step"],
-        "tokens": run.metrics[-1]["step"] * run.tokens_per_step,
-        "loss": run.evals[-1]["loss"],
-        "mean_gate": float(np.mean([np.nanmean(gate) for gate in gates])) if gates else None,
-        "m_act": float(np.mean(heads["activation_max"])),
-        "f_attn": float(bos.mean()),
-        "best_head": float(bos.max()),
-        "sink_rate": heads["sink_rate"],
+        "steps": known["steps"],
+        "tokens": known["tokens"],
+        "loss": None if stopped else known["held-out loss"],
+        "mean_gate": float(np.mean(gates)) if gates else None,
+        "m_act": float(np.mean(heads["activation_max"])) if heads else None,
+        "f_attn": known["bos_share"],
+        "best_head": known["best head"],
+        "sink_rate": known["sink_rate"],
         "f_attn_by_step": [(line["step"], float(np.mean(line["bos_share"]))) for line in run.heads],
         "floor": float(np.mean(1 / np.arange(2, run.config["train.seq_len"] + 1))),
-        "spikes": len(run.events),
-        "diverged": bool(not np.isfinite(tail).all() or tail.mean() > losses.min() + 1),
-        "params": run.about.get("params_total"),
+        "spikes": known["loss spikes"],
+        "diverged": bool(stopped or not np.isfinite(tail).all() or tail.mean() > np.nanmin(losses) + 1),
     }
 
 
 def work(job: Job, core: int | None, args) -> None:
     began, log = time.monotonic(), args.runs / f"{job.name}.log"
-    pin = (lambda: os.sched_setaffinity(0, {core})) if core is not None else None
     environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # others share the accelerator
     with log.open("a") as file:
         command = job.command(args.runs, args.smoke, args.more)
-        code = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, env=environment, preexec_fn=pin).returncode
-    if code:
-        raise ConfigError(f"{job.name} ended with {code}: see {log}")
-    found = collect(job, args.runs / job.name)
+        with subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment) as process:
+            if core is not None:
+                os.sched_setaffinity(process.pid, {core})  # before it has begun a thread
+    stopped = process.returncode and len(read_lines(args.runs / job.name / "bad_steps.jsonl")) >= GuardConfig().patience
+    if process.returncode and not stopped:
+        raise ConfigError(f"{job.name} ended with {process.returncode}: see {log}")
+    found = collect(job, args.runs / job.name, bool(stopped))
     write_atomically(args.out / f"{job.name}.json", (json.dumps(finite(found)) + "\n").encode())
-    print(f"{job.name}: loss {found['loss']:.3f}, BOS {found['f_attn']:.3f}, {time.monotonic() - began:.0f} s", flush=True)
+    told = "diverged" if stopped else f"loss {found['loss']:.3f}, BOS {found['f_attn']:.3f}"
+    print(f"{job.name}: {told}, {time.monotonic() - began:.0f} s", flush=True)
 
 
 def run_all(jobs: list[Job], args) -> None:
@@ -172,7 +175,7 @@ def markdown(head: list[str], rows: list[list[str]]) -> str:
 
 def tables(results: list[dict]) -> str:
     """The paper's Tables 1 and 3, 4, and 2, ours and its figures side by side."""
-    plain = {row: [r for r in results if r["row"] == row and r["times"] == 1] for row in ROWS}
+    plain = {row: [r for r in results if r["row"] == row and r["times"] == 1 and r["loss"] is not None] for row in ROWS}
     plain = {row: found for row, found in plain.items() if found}
     paper = {row: variants.VARIANTS[ROWS[row].paper] if ROWS[row].paper else None for row in plain}
 
@@ -238,15 +241,16 @@ def correlations(plain: dict[str, list[dict]], paper: dict) -> str:
 
 
 def draw(results: list[dict], path: Path) -> None:
-    """Left: loss against the baseline's. Middle: attention on BOS against the gate's mean. Right: attention on BOS over training."""
+    """Of the plain learning rate. Left: loss. Middle: attention on BOS against the gate's mean. Right: attention on BOS over training."""
     from matplotlib import colormaps
     from matplotlib.figure import Figure
 
-    rows = [row for row in ROWS if any(r["row"] == row and r["times"] == 1 for r in results)]
+    results = [r for r in results if r["times"] == 1 and not r["diverged"]]
+    rows = [row for row in ROWS if any(r["row"] == row for r in results)]
     figure = Figure(figsize=(13, 0.24 * len(rows) + 2.2), layout="constrained")
     left, middle, right = figure.subplots(1, 3)
     for number, row in enumerate(rows):
-        found, color = [r for r in results if r["row"] == row and r["times"] == 1], colormaps["tab20"](number % 20)
+        found, color = [r for r in results if r["row"] == row], colormaps["tab20"](number % 20)
         left.plot([r["loss"] for r in found], [number] * len(found), "o", color=color, ms=4)
         if found[0]["mean_gate"] is not None:
             middle.plot([r["mean_gate"] for r in found], [r["f_attn"] for r in found], "o", color=color, ms=4)
@@ -257,8 +261,9 @@ def draw(results: list[dict], path: Path) -> None:
     left.invert_yaxis()
     middle.set(xlabel="mean gate", ylabel="attention on BOS")
     right.set(xlabel="training step", ylabel="attention on BOS")
-    right.axhline(results[0]["floor"], color="gray", ls=":", lw=0.8)
-    right.legend(frameon=False, fontsize=6, ncols=2)
+    if results:
+        right.axhline(results[0]["floor"], color="gray", ls=":", lw=0.8)
+        right.legend(frameon=False, fontsize=6, ncols=2)
     for axis in (left, middle, right):
         axis.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=130)

@@ -29,13 +29,12 @@ def test_tables():
     results = [result("baseline", seed, loss=4.0 + seed) for seed in range(2)]
     for row, gate in (("G1", 0.1), ("G1 headwise", 0.2), ("G1 NS-sigmoid", 0.7)):
         results += [result(row, s, loss=3.9 + s - 0.02 * s, mean_gate=gate, m_act=100 * gate, f_attn=gate) for s in range(2)]
-    results += [result("G1", 0, times=4, loss=9.0, diverged=True)]
+    results += [result("G1", 0, times=4, loss=9.0, diverged=True), result("baseline", 0, times=4, loss=None, diverged=True)]
     text = sweep.tables(results)
-    assert (
-        "| G1 | 2 | 4.39 ± 6.2 | 80.64 | -0.11 ± 0.13 | 5.761 | -0.0450 |" in text
-    )  # t(0.975, 1) = 12.706, sd / sqrt 2 = 0.49 and 0.01
+    # t(0.975, 1) = 12.706; standard deviation / sqrt 2 = 0.49 and 0.01
+    assert "| G1 | 2 | 4.39 ± 6.2 | 80.64 | -0.11 ± 0.13 | 5.761 | -0.0450 |" in text
     assert "over 3 gated rows with M-Act 1.00 (the paper's 1.00) and with F-Attn 1.00 (the paper's 1.00)" in text
-    assert "| G1 | x4 | 1 | 9 | 0 | 1 |" in text
+    assert "| G1 | x4 | 1 | 9 | 0 | 1 |" in text and "| baseline | x4 | 1 | - | 0 | 1 |" in text
 
 
 def test_text_of_a_page():
@@ -68,3 +67,13 @@ def test_two_runs_side_by_side_and_not_again(tmp_path, capsys):
     sweep.main(argv)
     told = capsys.readouterr().out
     assert "baseline-x1-0: loss" not in told and "| G1 | 1 |" in told
+
+
+@pytest.mark.slow
+def test_a_run_that_diverges_is_a_result(tmp_path):
+    """A learning rate at which the loss is soon finite no more: `run.py` stops with an error, the sweep goes on and says so."""
+    more = ["--config.optimizer.learning_rate=1e30", "--config.optimizer.warmup_steps=1", "--config.optimizer.clip_norm=0"]
+    sweep.main([f"--out={tmp_path / 'out'}", f"--runs={tmp_path / 'runs'}", "--smoke", "--", *more])
+    found = [json.loads(path.read_text()) for path in (tmp_path / "out").glob("*.json")]
+    assert len(found) == 2 and all(r["diverged"] and r["loss"] is None for r in found)
+    assert "| baseline | x1 | 1 | - | " in (tmp_path / "out" / "tables.md").read_text()
