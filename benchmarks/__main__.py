@@ -54,6 +54,7 @@ def main() -> None:
     args = parser.parse_args()
     if unknown := set(args.only) - set(RUNS):
         parser.error(f"--only={','.join(sorted(unknown))}: must be among {', '.join(RUNS)}")
+    failed = []
     for name in [] if args.render else args.only:
         module, options = RUNS[name]
         if args.maxtext and module in ("peers", "startup"):
@@ -61,8 +62,10 @@ def main() -> None:
         print(f"== {name}", file=sys.stderr, flush=True)
         command = [sys.executable, "-m", f"benchmarks.{module}", f"--out={FOLDER / 'results' / name}.json", *options]
         if subprocess.run(command, cwd=FOLDER.parent).returncode:
-            print(f"{name} failed: its table stays as it was", file=sys.stderr, flush=True)
+            failed.append(name)
     render()
+    if failed:
+        sys.exit(f"failed: {', '.join(failed)}; their tables stay as they were")
 
 
 if __name__ == "__main__":
