@@ -26,16 +26,16 @@ def get_config(arg=None):
     config = RunConfig(
         name="variants",
         model=TransformerConfig(
-            vocab_size=4096, d_model=256, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=64, ffn_dim=704, gates="none",
+            vocab_size=4096, d_model=192, num_layers=4, num_heads=3, num_kv_heads=3, head_dim=64, ffn_dim=512, gates="none",
             qk_norm=False, max_seq_len=512,
         ),
         data=DataConfig(source="text:runs/variants/text/*.txt", tokenizer="bpe:4096", bos="row"),
-        train=TrainConfig(steps=2000, batch_size=2, seq_len=512),
+        train=TrainConfig(steps=1000, batch_size=2, seq_len=512, log_every=1),  # every step: spikes are counted
         optimizer=OptimizerConfig(
             learning_rate=3e-3, schedule="wsd", warmup_steps=100, decay_fraction=0.2, weight_decay=0.3, b2=0.95, clip_norm=1.0
         ),
-        probe=ProbeConfig(every=200, rows=16),
+        probe=ProbeConfig(every=100, rows=16),
         eval=EvalConfig(every=500, batches=64),
-        checkpoint=CheckpointConfig(every=1000),
+        checkpoint=CheckpointConfig(every=500),
     )  # fmt: skip
     return base.finish(config, args)

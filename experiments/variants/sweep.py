@@ -20,7 +20,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -33,6 +33,12 @@ from gatedattn.report.runs import Run
 from gatedattn.training.recorder import finite, read_lines
 
 RATE = 3e-3  # of experiments/variants/config.py
+SMOKE = (
+    "--config.data.source=tfds:sotu",
+    "--config.train.steps=20",
+    "--config.optimizer.warmup_steps=5",
+    "--config.probe.every=10",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +50,14 @@ class Row:
     paper: str = ""
 
 
+def size(d_model: int) -> tuple[str, ...]:
+    """The recipe's shape at another width: heads of 64, FFN of 8/3 of it."""
+    heads, ffn = d_model // 64, round(d_model * 8 / 3 / 16) * 16
+    shape = {"d_model": d_model, "num_heads": heads, "num_kv_heads": heads, "ffn_dim": ffn}
+    return tuple(f"--config.model.{name}={value}" for name, value in shape.items())
+
+
+LADDER = {64: ("baseline d64", "G1 d64"), 128: ("baseline d128", "G1 d128"), 192: ("baseline", "G1")}
 ROWS = {
     "baseline": Row(paper="baseline"),
     "G1": Row("g1", paper="sdpa-elementwise"),
@@ -64,34 +78,47 @@ ROWS = {
     "Muon": Row(options=("--config.optimizer.name=muon",)),
     "Muon, G1": Row("g1", ("--config.optimizer.name=muon",)),
 }
+SMALLER = {row: Row(gate, size(d)) for d in (64, 128) for row, gate in zip(LADDER[d], ("none", "g1"))}
+ROWS |= SMALLER
 TIMES = {"baseline": (1, 2, 4), "sandwich norm": (1, 2, 4), "G1": (1, 2, 4)}  # learning rates; of the other rows the first only
-SMOKE = ("baseline", "G1")
+
+
+@dataclasses.dataclass(frozen=True)
+class Study:
+    """rows by name; times: learning rates of some of them, in the recipe's; write: makes tables and figures of results, returns text."""
+
+    about: str
+    rows: dict[str, Row]
+    times: dict[str, tuple[int, ...]]
+    write: Callable[[list[dict], Path], str]
+    smoke: tuple[str, ...] = ("baseline", "G1")
+    runs: Path = Path("runs/variants")
+
+    def plan(self, rows: list[str], seeds: int, smoke: bool) -> Iterator[Job]:
+        """Seed by seed, so that what there is can be compared at any time."""
+        for seed in range(seeds):
+            yield from (Job(row, self.rows[row], 1, seed) for row in rows)
+            if not smoke:
+                yield from (Job(row, self.rows[row], n, seed) for row in rows for n in self.times.get(row, ()) if n > 1)
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    row: str
+    name_of_row: str
+    row: Row
     times: int
     seed: int
 
     @property
     def name(self) -> str:
-        return "-".join([self.row.lower().replace(",", "").replace(" ", "_"), f"x{self.times}", str(self.seed)])
+        return "-".join([self.name_of_row.lower().replace(",", "").replace(" ", "_"), f"x{self.times}", str(self.seed)])
 
     def command(self, runs: Path, smoke: bool, more: list[str]) -> list[str]:
-        row = ROWS[self.row]
         return [
-            sys.executable, "run.py", f"--config=experiments/variants/config.py:gate={row.gate}{',smoke' if smoke else ''}",
-            f"--workdir={runs / self.name}", f"--config.train.seed={self.seed}", *row.options,
-            f"--config.optimizer.learning_rate={self.times * RATE}", *(["--config.data.source=tfds:sotu"] if smoke else []), *more,
+            sys.executable, "run.py", f"--config=experiments/variants/config.py:gate={self.row.gate}{',smoke' if smoke else ''}",
+            f"--workdir={runs / self.name}", f"--config.train.seed={self.seed}", *self.row.options,
+            f"--config.optimizer.learning_rate={self.times * RATE}", *(SMOKE if smoke else ()), *more,
         ]  # fmt: skip
-
-
-def plan(rows: list[str], seeds: int, smoke: bool) -> Iterator[Job]:
-    """Seed by seed, so that what there is can be compared at any time."""
-    for seed in range(seeds):
-        yield from (Job(row, 1, seed) for row in rows)
-        yield from (Job(row, times, seed) for row in rows for times in TIMES.get(row, (1,)) if times > 1 and not smoke)
 
 
 def collect(job: Job, path: Path, stopped: bool) -> dict:
@@ -102,14 +129,18 @@ def collect(job: Job, path: Path, stopped: bool) -> dict:
     tail = losses[-max(1, len(losses) // 20) :]
     gates = [np.nanmean(values[-1][1]) for values in run.gate("mean").values()]
     return {
-        "row": job.row,
+        "row": job.name_of_row,
         "times": job.times,
         "seed": job.seed,
         "steps": known["steps"],
         "tokens": known["tokens"],
         "loss": None if stopped else known["held-out loss"],
+        "loss_by_step": [(line["step"], line["loss"]) for line in run.evals],
+        "params": run.about["params_total"],
         "mean_gate": float(np.mean(gates)) if gates else None,
         "m_act": float(np.mean(heads["activation_max"])) if heads else None,
+        "activation_by_layer": heads.get("activation_max"),
+        "grad_norm": np.nanquantile(np.array([line["grad_norm"] for line in run.metrics], float), (0.5, 0.99, 1)).tolist(),
         "f_attn": known["bos_share"],
         "best_head": known["best head"],
         "sink_rate": known["sink_rate"],
@@ -176,7 +207,7 @@ def markdown(head: list[str], rows: list[list[str]]) -> str:
 def tables(results: list[dict]) -> str:
     """The paper's Tables 1 and 3, 4, and 2, ours and its figures side by side."""
     plain = {row: [r for r in results if r["row"] == row and r["times"] == 1 and r["loss"] is not None] for row in ROWS}
-    plain = {row: found for row, found in plain.items() if found}
+    plain = {row: found for row, found in plain.items() if found and row not in SMALLER}
     paper = {row: variants.VARIANTS[ROWS[row].paper] if ROWS[row].paper else None for row in plain}
 
     def printed(row: str, name: str) -> str:
@@ -219,7 +250,10 @@ def tables(results: list[dict]) -> str:
                 spikes = interval([r["spikes"] for r in found])
                 second.append([row, f"x{times}", str(len(found)), interval([r["loss"] for r in found]), spikes, str(diverged)])
     return (
-        text + "\nTable 2, learning rates:\n\n" + markdown(["variant", "rate", "seeds", "loss", "spikes", "diverged"], second)
+        text
+        + "\nTable 2, learning rates:\n\n"
+        + markdown(["variant", "rate", "seeds", "loss", "spikes", "diverged"], second)
+        + ladder(results)
     )
 
 
@@ -240,12 +274,39 @@ def correlations(plain: dict[str, list[dict]], paper: dict) -> str:
     return f"\nRank correlation of the gate's mean over {len(rows)} gated rows {' and '.join(told)}.\n"
 
 
+def ladder(results: list[dict]) -> str:
+    """Loss against parameters with and without the gate, and whether the gain grows: its slope over ln(parameters), by least squares."""
+    from scipy import stats
+
+    def of(row: str) -> dict[int, dict]:
+        return {r["seed"]: r for r in results if (r["row"], r["times"]) == (row, 1) and r["loss"] is not None}
+
+    lines, points = [], []
+    for d, (without, gated) in LADDER.items():
+        pairs = [(of(without)[seed], of(gated)[seed]) for seed in of(without) if seed in of(gated)]
+        if not pairs:
+            continue
+        gains = [b["loss"] - a["loss"] for a, b in pairs]
+        points += [(math.log(a["params"]), gain) for (a, _), gain in zip(pairs, gains)]
+        sizes = [f"{pairs[0][i]['params'] / 1e6:.2f}M" for i in (0, 1)]
+        lines.append([str(d), *sizes, *(interval([pair[i]["loss"] for pair in pairs]) for i in (0, 1)), interval(gains)])
+    if len(lines) < 2:
+        return ""
+    head = ["d", "parameters", "with G1", "loss", "with G1", "difference, nats"]
+    text = "\nA ladder of sizes, the same tokens:\n\n" + markdown(head, lines)
+    if len(points) < 3:
+        return text
+    fit = stats.linregress(*zip(*points))
+    half = stats.t.ppf(0.975, len(points) - 2) * fit.stderr
+    return text + f"\nThe difference changes by {fit.slope:+.4f} ± {half:.2g} nats for e times the parameters.\n"
+
+
 def draw(results: list[dict], path: Path) -> None:
     """Of the plain learning rate. Left: loss. Middle: attention on BOS against the gate's mean. Right: attention on BOS over training."""
     from matplotlib import colormaps
     from matplotlib.figure import Figure
 
-    results = [r for r in results if r["times"] == 1 and not r["diverged"]]
+    results = [r for r in results if r["times"] == 1 and not r["diverged"] and r["row"] not in SMALLER]
     rows = [row for row in ROWS if any(r["row"] == row for r in results)]
     figure = Figure(figsize=(13, 0.24 * len(rows) + 2.2), layout="constrained")
     left, middle, right = figure.subplots(1, 3)
@@ -269,13 +330,21 @@ def draw(results: list[dict], path: Path) -> None:
     figure.savefig(path, dpi=130)
 
 
-def main(argv: list[str] | None = None) -> None:
+def write(results: list[dict], folder: Path) -> str:
+    draw(results, folder / "variants.png")
+    return tables(results)
+
+
+def main(argv: list[str] | None = None, study: Study | None = None) -> None:
+    study = study or Study(__doc__, ROWS, TIMES, write)
     argv = list(sys.argv[1:] if argv is None else argv)
     argv, more = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=study.about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--runs", type=Path, default=Path("runs/variants"), help="where the runs' folders are")
-    parser.add_argument("--rows", type=lambda text: text.split(";"), default=list(ROWS), help="of these, separated by ; (all)")
+    parser.add_argument("--runs", type=Path, default=study.runs, help="where the runs' folders are")
+    parser.add_argument(
+        "--rows", type=lambda text: text.split(";"), default=list(study.rows), help="of these, separated by ; (all)"
+    )
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time; on a CPU each on a core of its own")
     parser.add_argument("--share", action="store_true", help="runs at a time share all cores (on an accelerator)")
@@ -284,17 +353,18 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     args.more = more
     if args.smoke:
-        args.rows, args.seeds = list(SMOKE), 1
+        args.rows, args.seeds = list(study.smoke), 1
     for row in args.rows:
-        if row not in ROWS:
-            raise ConfigError(f"unknown row {row!r}{suggest(row, ROWS)}; there is: {'; '.join(ROWS)}")
+        if row not in study.rows:
+            raise ConfigError(f"unknown row {row!r}{suggest(row, study.rows)}; there is: {'; '.join(study.rows)}")
     for folder in (args.out, args.runs):
         folder.mkdir(parents=True, exist_ok=True)
-    run_all([job for job in plan(args.rows, args.seeds, args.smoke) if not (args.out / f"{job.name}.json").exists()], args)
+    jobs = study.plan(args.rows, args.seeds, args.smoke)
+    run_all([job for job in jobs if not (args.out / f"{job.name}.json").exists()], args)
     if results := [json.loads(path.read_text()) for path in sorted(args.out.glob("*.json"))]:
-        (args.out / "tables.md").write_text(tables(results))
-        draw(results, args.out / "variants.png")
-        print(tables(results))
+        text = study.write(results, args.out)
+        (args.out / "tables.md").write_text(text)
+        print(text)
 
 
 if __name__ == "__main__":

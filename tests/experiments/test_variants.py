@@ -1,6 +1,7 @@
 """The sweep over the paper's variants: its plan, its tables, its corpus' text, and two small runs from beginning to end."""
 
 import json
+import math
 
 import pytest
 
@@ -14,13 +15,15 @@ def test_rows_are_the_papers():
         mine = from_mapping(RunConfig, config.get_config(f"gate={row.gate}").to_dict())
         if row.paper:
             assert mine.model == variants.apply(mine.model, row.paper)
-    jobs = list(sweep.plan(list(sweep.ROWS), 2, False))
+    study = sweep.Study("", sweep.ROWS, sweep.TIMES, sweep.write)
+    jobs = list(study.plan(list(sweep.ROWS), 2, False))
     assert len({job.name for job in jobs}) == len(jobs) == 2 * (len(sweep.ROWS) + 6)
     assert [job.seed for job in jobs] == sorted(job.seed for job in jobs)
 
 
 def result(row, seed, times=1, **values):
-    standard = dict(loss=4.0, mean_gate=None, m_act=10.0, f_attn=0.1, best_head=0.2, floor=0.01, spikes=0, diverged=False)
+    standard = dict(loss=4.0, mean_gate=None, m_act=10.0, f_attn=0.1, best_head=0.2, floor=0.01, spikes=0, diverged=False,
+                    params=10**6)  # fmt: skip
     return {"row": row, "seed": seed, "times": times} | standard | values
 
 
@@ -35,6 +38,20 @@ def test_tables():
     assert "| G1 | 2 | 4.39 ± 6.2 | 80.64 | -0.11 ± 0.13 | 5.761 | -0.0450 |" in text
     assert "over 3 gated rows with M-Act 1.00 (the paper's 1.00) and with F-Attn 1.00 (the paper's 1.00)" in text
     assert "| G1 | x4 | 1 | 9 | 0 | 1 |" in text and "| baseline | x4 | 1 | - | 0 | 1 |" in text
+
+
+def test_ladder():
+    """A gain that grows by 0.1 nats with every factor of e."""
+    results = []
+    for d, (without, gated) in sweep.LADDER.items():
+        for seed in range(2):
+            size = d / 64
+            results += [result(without, seed, params=1e6 * math.exp(size), loss=5 - size + seed)]
+            results += [result(gated, seed, params=1.1e6 * math.exp(size), loss=5 - 1.1 * size + seed)]
+    text = sweep.ladder(results)
+    assert "| 64 | 2.72M | 2.99M | 4.5 ± 6.4 | 4.4 ± 6.4 | -0.1 ±" in text
+    assert "The difference changes by -0.1000 ± " in text
+    assert "d64" not in sweep.tables(results).split("A ladder")[0]
 
 
 def test_text_of_a_page():

@@ -1,0 +1,112 @@
+"""What steadies training: norms, clips and the gate at rising learning rates, in float32 and bfloat16.
+
+    python -m experiments.variants.corpus --out=runs/variants/text
+    python -m experiments.stability.sweep --out=experiments/stability/results [--jobs=2] [--minutes=60]
+    python -m experiments.stability.sweep --out=runs/smoke --runs=runs/smoke/runs --smoke
+
+The recipe of experiments/variants for 500 steps (of which the first 50 warm up), at 1, 4 and 16 times its learning rate of 3e-3; how runs are
+made and resumed: there. From them: loss, spikes of the loss curve, gradient norms before clipping, and the largest |residual stream| after
+each block.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from experiments.variants.sweep import Row, Study, interval, markdown
+from experiments.variants.sweep import main as sweep
+from gatedattn.config import ConfigError
+
+TIMES = (1, 4, 16)
+SHORT = ("--config.train.steps=500", "--config.optimizer.warmup_steps=50", "--config.probe.every=50", "--config.eval.every=250")
+ROWS = {
+    "baseline": Row(options=SHORT),
+    "QK-norm": Row(options=(*SHORT, "--config.model.qk_norm=True")),
+    "sandwich norm": Row(options=(*SHORT, "--config.model.sandwich_norm=True")),
+    "G1": Row("g1", SHORT),
+    "gradients clipped at 0.1": Row(options=(*SHORT, "--config.optimizer.clip_norm=0.1")),
+    "activations clipped at 10": Row(options=(*SHORT, "--config.model.activation_clip=10")),
+}
+BF16 = "--config.model.dtype=bfloat16"
+ROWS |= {
+    f"{name}, bfloat16": dataclasses.replace(ROWS[name], options=(*ROWS[name].options, BF16)) for name in ("baseline", "G1")
+}
+
+
+def tables(results: list[dict]) -> str:
+    lines, depth = [], []
+    for row in ROWS:
+        for times in TIMES:
+            found = [r for r in results if (r["row"], r["times"]) == (row, times)]
+            if not found:
+                continue
+            middle, high, top = ([r["grad_norm"][i] for r in found] for i in range(3))
+            cells = [interval(x) for x in ([r["loss"] for r in found], [r["spikes"] for r in found], middle, high, top)]
+            lines.append([row, f"x{times}", str(len(found)), *cells, str(sum(r["diverged"] for r in found))])
+            layers = [r["activation_by_layer"] for r in found if r["activation_by_layer"]]
+            if layers:
+                depth.append([row, f"x{times}", *(interval(column) for column in zip(*layers))])
+    head = ["variant", "rate", "seeds", "loss", "spikes", "gradient norm, median", "99 %", "largest", "diverged"]
+    text = markdown(head, lines)
+    if depth:
+        blocks = [f"after block {n}" for n in range(len(depth[0]) - 2)]
+        text += "\nLargest |residual stream|:\n\n" + markdown(["variant", "rate", *blocks], depth)
+    return text
+
+
+def draw(results: list[dict], path: Path) -> None:
+    """Left: loss against the learning rate; a cross where a run diverged. Right: largest activation by depth, a panel for each rate."""
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(13, 3.6), layout="constrained")
+    left, *right = figure.subplots(1, 1 + len(TIMES), width_ratios=[1.4] + [1] * len(TIMES))
+    for row in ROWS:
+        style = "--" if row.endswith("bfloat16") else "-"  # in the colour of its float32
+        color = colormaps["tab10"](list(ROWS).index(row.removesuffix(", bfloat16")))
+        mine = [r for r in results if r["row"] == row]
+        means = [
+            (t, np.mean(x)) for t in TIMES if (x := [r["loss"] for r in mine if r["times"] == t and r["loss"] is not None])
+        ]
+        left.plot(*zip(*means), style, color=color, marker=".", label=row) if means else None
+        for r in mine:
+            if r["diverged"] and r["loss"] is not None:
+                left.plot([r["times"]], [r["loss"]], "x", color=color)
+        for times, axis in zip(TIMES, right):
+            layers = [r["activation_by_layer"] for r in mine if r["times"] == times and r["activation_by_layer"]]
+            if layers:
+                axis.plot(np.arange(len(layers[0])), np.mean(np.array(layers, float), 0), style, color=color, marker=".")
+    left.set(xscale="log", xlabel="learning rate, of 3e-3", ylabel="held-out loss (nats)")
+    left.set_xticks(TIMES, [f"x{times}" for times in TIMES])
+    left.minorticks_off()
+    left.legend(frameon=False, fontsize=6)
+    for times, axis in zip(TIMES, right):
+        axis.set(yscale="log", xlabel="block", title=f"x{times}")
+        axis.set_xticks(range(4))
+    right[0].set(ylabel="largest |residual stream|")
+    for axis in (left, *right):
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=130)
+
+
+def write(results: list[dict], folder: Path) -> str:
+    draw(results, folder / "stability.png")
+    return tables(results)
+
+
+STUDY = Study(__doc__, ROWS, dict.fromkeys(ROWS, TIMES), write, runs=Path("runs/stability"))
+
+
+def main(argv: list[str] | None = None) -> None:
+    sweep(argv, STUDY)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except ConfigError as error:
+        sys.exit(f"error: {error}")
