@@ -18,6 +18,7 @@ import sys
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
+PAGE = FOLDER / "README.md"
 # Name of the table -> (module, what it is given).
 RUNS = {
     "peers-float32": ("peers", ["--dtype=float32"]),
@@ -30,20 +31,16 @@ RUNS = {
 }
 
 
-def render() -> None:
-    """Put the tables of the results that are there between the comments <!-- NAME --> and <!-- end -->."""
-    page = FOLDER / "README.md"
-    text = page.read_text()
+def render(text: str) -> str:
+    """The page with the tables of the results that are there between the comments <!-- NAME --> and <!-- end -->."""
     for name, (module, _) in RUNS.items():
         path = FOLDER / "results" / f"{name}.json"
         if path.exists():
             table = importlib.import_module(f"benchmarks.{module}").table(json.loads(path.read_text()))
             text, count = re.subn(rf"(<!-- {name} -->\n).*?(<!-- end -->)", lambda m: m[1] + table + m[2], text, flags=re.S)
             if count != 1:
-                raise SystemExit(
-                    f"{page} must have one place for {name!r}, between <!-- {name} --> and <!-- end -->: it has {count}"
-                )
-    page.write_text(text)
+                raise SystemExit(f"{PAGE} must have one place for {name!r}, between <!-- {name} --> and <!-- end -->: it has {count}")
+    return text
 
 
 def main() -> None:
@@ -63,7 +60,7 @@ def main() -> None:
         command = [sys.executable, "-m", f"benchmarks.{module}", f"--out={FOLDER / 'results' / name}.json", *options]
         if subprocess.run(command, cwd=FOLDER.parent).returncode:
             failed.append(name)
-    render()
+    PAGE.write_text(render(PAGE.read_text()))
     if failed:
         sys.exit(f"failed: {', '.join(failed)}; their tables stay as they were")
 
