@@ -39,7 +39,9 @@ def render(text: str) -> str:
             table = importlib.import_module(f"benchmarks.{module}").table(json.loads(path.read_text()))
             text, count = re.subn(rf"(<!-- {name} -->\n).*?(<!-- end -->)", lambda m: m[1] + table + m[2], text, flags=re.S)
             if count != 1:
-                raise SystemExit(f"{PAGE} must have one place for {name!r}, between <!-- {name} --> and <!-- end -->: it has {count}")
+                raise SystemExit(
+                    f"{PAGE} must have one place for {name!r}, between <!-- {name} --> and <!-- end -->: it has {count}"
+                )
     return text
 
 

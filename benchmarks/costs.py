@@ -1,18 +1,21 @@
-"""What the gates cost in a training step, and what the probe step costs at its default interval.
+"""What the gates cost in a training step, and what probes, evaluation, checkpoints and records cost at their default intervals.
 
 python -m benchmarks.costs [--repeats=5] [--out=benchmarks/results/costs.json]
 
 The work of `benchmarks.step` with each gate and without, taking turns: the ratio of the seconds of a step in the same repeat, and the ratio of
 the FLOPs by formula. The probe step (attention on BOS, gate statistics, activations: all that heads.jsonl and activations.jsonl
-hold) is timed on `probe.rows` rows, and divided by `probe.every` steps.
+hold) is timed on `probe.rows` rows, and divided by `probe.every` steps; so are an evaluation's `eval.batches` batches, what a
+checkpoint keeps training waiting (it is written in the background), and a line of metrics.jsonl with its TensorBoard scalars.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -20,7 +23,11 @@ import jax
 
 from benchmarks.step import LENGTH, Stepper, random_batch, reference
 from gatedattn import transformer
+from gatedattn.config import RunConfig
+from gatedattn.training import step as steps
+from gatedattn.training.checkpoint import Checkpoints
 from gatedattn.training.evaluate import make_probe_step
+from gatedattn.training.recorder import Recorder
 
 GATES = ("none", "g1", "g1:headwise", "g1:shared", "g2", "g2:headwise", "g3", "g4", "g5")
 
@@ -46,17 +53,45 @@ def measure(repeats: int) -> dict:
             "range": [min(ratios), max(ratios)],
             "flops_over_none": flops[gates] / flops["none"],
         }
-    config = configs["g1"]
-    rows = {name: value[: config.probe.rows] for name, value in random_batch(config).items()}
-    probe = jax.jit(make_probe_step(config))
-    times = []
-    for _ in range(repeats + 1):
-        began = time.perf_counter()
-        jax.block_until_ready(probe(steppers["g1"].state.params, rows))
-        times.append(time.perf_counter() - began)
-    took = statistics.median(times[1:])
-    amortised = took / config.probe.every / found["gates"]["g1"]["seconds"]
-    found["probe"] = {"seconds": took, "rows": len(rows["tokens"]), "every": config.probe.every, "share_of_a_step": amortised}
+    found["around"] = around(configs["g1"], steppers["g1"].state, repeats, found["gates"]["g1"]["seconds"])
+    return found
+
+
+def around(config: RunConfig, state, repeats: int, step_seconds: float) -> dict:
+    """What is done -> its seconds, how often, and its share of the training steps' time. The first time, which compiles, is left out."""
+    batch = random_batch(config)
+    rows = {name: value[: config.probe.rows] for name, value in batch.items()}
+    probe, evaluate = jax.jit(make_probe_step(config)), jax.jit(steps.make_eval_step(config))
+    line = {"step": 1} | dict.fromkeys(
+        "tokens loss ce z_loss perplexity grad_norm lr tokens_per_second epoch accuracy".split(), 1.0
+    )
+    found = {}
+    with tempfile.TemporaryDirectory() as folder, Checkpoints(folder) as checkpoints:
+        recorder, saves = Recorder(folder, config, {}), itertools.count(1)
+
+        def save() -> None:
+            checkpoints.save(state._replace(step=state.step + next(saves)), config)
+
+        for name, every, times, do in (
+            ("probe", config.probe.every, 1, lambda: jax.block_until_ready(probe(state.params, rows))),
+            (
+                "evaluation",
+                config.eval.every,
+                config.eval.batches,
+                lambda: jax.block_until_ready(evaluate(state.params, batch)),
+            ),
+            ("checkpoint", config.checkpoint.every, 1, save),
+            ("metrics.jsonl", config.train.log_every, 1, lambda: recorder.metrics(line)),
+        ):
+            seconds = []
+            for _ in range(repeats + 1):
+                began = time.perf_counter()
+                do()
+                seconds.append(time.perf_counter() - began)
+                checkpoints.finish()
+            took = times * statistics.median(seconds[1:])
+            found[name] = {"seconds": took, "every": every, "share": took / every / step_seconds}
+        recorder.close()
     return found
 
 
@@ -65,9 +100,9 @@ def table(result: dict) -> str:
     for gates, row in result["gates"].items():
         low, high = row["range"]
         lines.append(f"| {gates} | {row['over_none']:.3f} | {low:.2f} to {high:.2f} | {row['flops_over_none']:.3f} |\n")
-    probe = result["probe"]
-    lines.append(f"\nThe probe step on {probe['rows']} rows takes {probe['seconds']:.2f} s: every {probe['every']} steps, "
-                 f"{100 * probe['share_of_a_step']:.2f} % of the training steps' time.\n")  # fmt: skip
+    lines.append("\n| besides training | s | every ... steps | of the steps' time |\n| --- | --- | --- | --- |\n")
+    for name, row in result["around"].items():
+        lines.append(f"| {name} | {row['seconds']:.3g} | {row['every']} | {100 * row['share']:.2g} % |\n")
     return "".join(lines)
 
 

@@ -68,7 +68,7 @@ def measure(repeats: int, maxtext: Path | None) -> dict:
         peer = MaxText(maxtext, "float32")
         command = [*peer.command, "steps=2"]
         found[f"reference, {peer.about['version']}"] = [
-            until(command, "completed step: 0", dict(os.environ)) for _ in range(repeats)
+            until(command, "completed step: 0", peer.environment) for _ in range(repeats)
         ]
         peer.close()
     command = [sys.executable, "-c", "import gatedattn; print('imported')"]

@@ -50,7 +50,7 @@ class Stepper:
 
     def __init__(self, config: RunConfig):
         self.tokens = config.tokens_per_step
-        self.state = steps.initialize(config)
+        self.state = jax.block_until_ready(steps.initialize(config))  # else compilation is timed beside it
         self.batch = jax.device_put(random_batch(config))
         began = time.perf_counter()
         self.program = jax.jit(steps.make_train_step(config), donate_argnums=0).lower(self.state, self.batch).compile()

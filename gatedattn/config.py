@@ -154,8 +154,8 @@ class ProbeConfig:
 
 @dataclass(frozen=True)
 class EvalConfig:
-    every: int = 250  # steps between evaluations; 0: only after the last step
-    batches: int = 16  # batches of held-out rows per evaluation; 0: all of them
+    every: int = 500  # steps between evaluations; 0: only after the last step
+    batches: int = 8  # batches of held-out rows per evaluation; 0: all of them
     # What else is measured, separated by ";": "perplexity:books=books/*.txt; harness:hellaswag,arc_easy; ruler:niah_single_1,vt@4096"
     tasks: str = ""
     tasks_every: int = 0  # steps between these, a multiple of `every`; 0: at every evaluation
