@@ -36,9 +36,10 @@ def command(summary: str, *arguments):
     "the paper's rows by name, with their parameters counted", argument("--json", action="store_true", help="a list of objects")
 )
 def variants(args):
+    from gatedattn.transformer import count
     from gatedattn.variants import table
 
-    records = table()
+    records = table(count)
     if args.json:
         print(json.dumps(records, indent=1))
         return

@@ -285,26 +285,23 @@ def apply(config: TransformerConfig, name: str) -> TransformerConfig:
     return dataclasses.replace(config, **get(name).changes(config))
 
 
-def added_params(variant: Variant) -> int:
+Count = Callable[[TransformerConfig], Mapping[str, int]]  # `gatedattn.transformer.count`, of a room above
+
+
+def added_params(variant: Variant, count: Count) -> int:
     """Parameters of the row's model beyond its base's, counted from the models built abstractly."""
     base = ARCHITECTURES[variant.base]
-    return _total(dataclasses.replace(base, **variant.changes(base))) - _total(base)
+    changed = dataclasses.replace(base, **variant.changes(base))
+    return count(changed)["params_total"] - count(base)["params_total"]
 
 
-@functools.cache  # the bases recur, and so do the dense models
-def _total(config: TransformerConfig) -> int:
-    from gatedattn.transformer import count  # the one look upwards: counting needs the built model, the rows themselves do not
-
-    return count(config)["params_total"]
-
-
-def table() -> list[dict]:
+def table(count: Count) -> list[dict]:
     """One JSON-ready record per variant: the row, what it changes, its added parameters counted and as printed, the paper's figures."""
-    records = []
+    records, count = [], functools.cache(count)  # the bases recur, and so do the dense models
     for variant in VARIANTS.values():
         record = {f.name: getattr(variant, f.name) for f in dataclasses.fields(variant) if f.name != "changes"}
         changes = variant.changes(ARCHITECTURES[variant.base])
         settings = {k: dataclasses.asdict(v) if dataclasses.is_dataclass(v) else v for k, v in changes.items() if k != "gates"}
         record["schedule"] = variant.schedule and dataclasses.asdict(variant.schedule)
-        records.append(record | {"spec": changes["gates"], "changes": settings, "added_params": added_params(variant)})
+        records.append(record | {"spec": changes["gates"], "changes": settings, "added_params": added_params(variant, count)})
     return records
