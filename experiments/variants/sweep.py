@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -151,6 +152,13 @@ def collect(job: Job, path: Path, stopped: bool) -> dict:
     }
 
 
+def by_guard(bad_steps: list[dict]) -> bool:
+    """Whether the last bad steps are so many skipped ones in a row that training stopped for them; spikes are applied, and are many."""
+    last = bad_steps[-GuardConfig().patience :]
+    in_row = all(b["step"] == a["step"] + 1 for a, b in itertools.pairwise(last))
+    return len(last) == GuardConfig().patience and in_row and all(line["update"] == "skipped" for line in last)
+
+
 def work(job: Job, core: int | None, args) -> None:
     began, log = time.monotonic(), args.runs / f"{job.name}.log"
     environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # others share the accelerator
@@ -159,10 +167,10 @@ def work(job: Job, core: int | None, args) -> None:
         with subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment) as process:
             if core is not None:
                 os.sched_setaffinity(process.pid, {core})  # before it has begun a thread
-    stopped = process.returncode and len(read_lines(args.runs / job.name / "bad_steps.jsonl")) >= GuardConfig().patience
+    stopped = process.returncode == 1 and by_guard(read_lines(args.runs / job.name / "bad_steps.jsonl"))
     if process.returncode and not stopped:
         raise ConfigError(f"{job.name} ended with {process.returncode}: see {log}")
-    found = collect(job, args.runs / job.name, bool(stopped))
+    found = collect(job, args.runs / job.name, stopped)
     write_atomically(args.out / f"{job.name}.json", (json.dumps(finite(found)) + "\n").encode())
     told = "diverged" if stopped else f"loss {found['loss']:.3f}, BOS {found['f_attn']:.3f}"
     print(f"{job.name}: {told}, {time.monotonic() - began:.0f} s", flush=True)

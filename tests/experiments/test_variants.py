@@ -86,6 +86,15 @@ def test_two_runs_side_by_side_and_not_again(tmp_path, capsys):
     assert "baseline-x1-0: loss" not in told and "| G1 | 1 |" in told
 
 
+def test_a_run_that_broke_off_is_no_divergence():
+    """Only so many skipped steps in a row are; a run may have any number of spikes, and skipped steps apart from each other."""
+    skipped = [{"step": step, "update": "skipped"} for step in range(40, 50)]
+    spikes = [{"step": step, "update": "applied"} for step in range(40)]
+    assert sweep.by_guard(spikes + skipped) and sweep.by_guard(skipped)
+    assert not sweep.by_guard(spikes) and not sweep.by_guard(skipped[1:]) and not sweep.by_guard([])
+    assert not sweep.by_guard([{"step": 7, "update": "skipped"}, *skipped[1:]])
+
+
 @pytest.mark.slow
 def test_a_run_that_diverges_is_a_result(tmp_path):
     """A learning rate at which the loss is soon finite no more: `run.py` stops with an error, the sweep goes on and says so."""
