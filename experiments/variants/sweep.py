@@ -343,8 +343,10 @@ def write(results: list[dict], folder: Path) -> str:
     return tables(results)
 
 
-def main(argv: list[str] | None = None, study: Study | None = None) -> None:
-    study = study or Study(__doc__, ROWS, TIMES, write)
+STUDY = Study(__doc__, ROWS, TIMES, write)
+
+
+def main(argv: list[str] | None = None, study: Study = STUDY) -> None:
     argv = list(sys.argv[1:] if argv is None else argv)
     argv, more = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
     parser = argparse.ArgumentParser(description=study.about, formatter_class=argparse.RawDescriptionHelpFormatter)

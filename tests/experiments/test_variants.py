@@ -15,8 +15,7 @@ def test_rows_are_the_papers():
         mine = from_mapping(RunConfig, config.get_config(f"gate={row.gate}").to_dict())
         if row.paper:
             assert mine.model == variants.apply(mine.model, row.paper)
-    study = sweep.Study("", sweep.ROWS, sweep.TIMES, sweep.write)
-    jobs = list(study.plan(list(sweep.ROWS), 2, False))
+    jobs = list(sweep.STUDY.plan(list(sweep.ROWS), 2, False))
     assert len({job.name for job in jobs}) == len(jobs) == 2 * (len(sweep.ROWS) + 6)
     assert [job.seed for job in jobs] == sorted(job.seed for job in jobs)
 
