@@ -3,8 +3,9 @@
 python -m benchmarks.costs [--repeats=5] [--out=benchmarks/results/costs.json]
 
 The work of `benchmarks.step` with each gate and without, taking turns: the ratio of the seconds of a step in the same repeat, and the ratio of
-the FLOPs by formula. The probe step (attention on BOS, gate statistics, activations: all that heads.jsonl holds) is timed on `probe.rows` rows, and divided by `probe.every` steps; so are an evaluation's `eval.batches` batches, what a
-checkpoint keeps training waiting (it is written in the background), and a line of metrics.jsonl with its TensorBoard scalars.
+the FLOPs by formula. The probe step (attention on BOS, gate statistics, activations: all that heads.jsonl holds) is timed on
+`probe.rows` rows, and divided by `probe.every` steps; so are an evaluation's `eval.batches` batches, what a checkpoint keeps training
+waiting (it is written in the background), and a line of metrics.jsonl with its TensorBoard scalars.
 """
 
 from __future__ import annotations
