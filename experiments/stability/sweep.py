@@ -63,30 +63,31 @@ def draw(results: list[dict], path: Path) -> None:
     from matplotlib import colormaps
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(13, 3.6), layout="constrained")
-    left, *right = figure.subplots(1, 1 + len(TIMES), width_ratios=[1.4] + [1] * len(TIMES))
+    rates = sorted({r["times"] for r in results})
+    figure = Figure(figsize=(4 + 3 * len(rates), 3.6), layout="constrained")
+    left, *right = figure.subplots(1, 1 + len(rates), width_ratios=[1.4] + [1] * len(rates))
     for row in ROWS:
         style = "--" if row.endswith("bfloat16") else "-"  # in the colour of its float32
         color = colormaps["tab10"](list(ROWS).index(row.removesuffix(", bfloat16")))
         mine = [r for r in results if r["row"] == row]
         means = [
-            (t, np.mean(x)) for t in TIMES if (x := [r["loss"] for r in mine if r["times"] == t and r["loss"] is not None])
+            (t, np.mean(x)) for t in rates if (x := [r["loss"] for r in mine if r["times"] == t and r["loss"] is not None])
         ]
         left.plot(*zip(*means), style, color=color, marker=".", label=row) if means else None
         for r in mine:
             if r["diverged"] and r["loss"] is not None:
                 left.plot([r["times"]], [r["loss"]], "x", color=color)
-        for times, axis in zip(TIMES, right):
+        for times, axis in zip(rates, right):
             layers = [r["activation_by_layer"] for r in mine if r["times"] == times and r["activation_by_layer"]]
             if layers:
                 axis.plot(np.arange(len(layers[0])), np.mean(np.array(layers, float), 0), style, color=color, marker=".")
     left.set(xscale="log", xlabel="learning rate, of 3e-3", ylabel="held-out loss (nats)")
-    left.set_xticks(TIMES, [f"x{times}" for times in TIMES])
+    left.set_xticks(rates, [f"x{times}" for times in rates])
     left.minorticks_off()
     left.legend(frameon=False, fontsize=6)
-    for times, axis in zip(TIMES, right):
+    for times, axis in zip(rates, right):
         axis.set(yscale="log", xlabel="block", title=f"x{times}")
-        axis.set_xticks(range(4))
+        axis.xaxis.get_major_locator().set_params(integer=True)
     right[0].set(ylabel="largest |residual stream|")
     for axis in (left, *right):
         axis.spines[["top", "right"]].set_visible(False)

@@ -328,8 +328,8 @@ def draw(results: list[dict], path: Path) -> None:
         right.plot(steps, np.mean(curves, 0), color=color, lw=1.2, label=row)
     left.set(xlabel="held-out loss (nats)", yticks=range(len(rows)), yticklabels=rows)
     left.invert_yaxis()
-    middle.set(xlabel="mean gate", ylabel="attention on BOS")
-    right.set(xlabel="training step", ylabel="attention on BOS")
+    middle.set(xlabel="mean gate", ylabel="attention on BOS", ylim=(0, None))
+    right.set(xlabel="training step", ylabel="attention on BOS", ylim=(0, None))
     if results:
         right.axhline(results[0]["floor"], color="gray", ls=":", lw=0.8)
         right.legend(frameon=False, fontsize=6, ncols=2)
