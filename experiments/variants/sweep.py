@@ -7,7 +7,8 @@
 Every run is `run.py` with experiments/variants/config.py in a process of its own, so one that was interrupted goes on where it was saved;
 --jobs of them at a time, on a CPU each on a core of its own, on one accelerator (--share) side by side. What is in --out already is not run
 again; a run that ends leaves a few numbers there, so that results can be kept as they come. --minutes: begin no run after that long. Then
-tables.md and variants.png are made from all that is there. After `--` come settings for every run, `-- --config.train.steps=8000`.
+tables.md and variants.png are made from all that is there (--seeds=0: that alone). After `--` come settings for every run,
+`-- --config.train.steps=8000`.
 """
 
 from __future__ import annotations
