@@ -2,16 +2,21 @@
 
 import contextlib
 import contextvars
+import functools
 import math
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from gatedattn.sharding import axis_names, explicit
 
+PRODUCT = "product"  # what a rematerialisation policy may keep by name
 _transposed = contextvars.ContextVar("transposed", default=False)
+_for_cpu = contextvars.ContextVar("for_cpu", default=False)
 
 
 @contextlib.contextmanager
@@ -22,6 +27,53 @@ def transposed_weights():
         yield
     finally:
         _transposed.reset(token)
+
+
+@contextlib.contextmanager
+def for_cpu(yes: bool | None = None):
+    """While tracing: products without a mesh take the form that XLA's CPU back end gives to its library, see `product`. They
+    differentiate backwards only, and once. By default only where JAX's devices are CPUs."""
+    token = _for_cpu.set(jax.default_backend() == "cpu" if yes is None else yes)
+    try:
+        yield
+    finally:
+        _for_cpu.reset(token)
+
+
+def flipped(x: Float[Array, "R C"]) -> Float[Array, "C R"]:
+    """x^T, `for_cpu` in memory, too, where XLA would change the layout alone."""
+    return _flip(x) if _for_cpu.get() and jax.sharding.get_abstract_mesh().empty else x.T
+
+
+def _flip(x):
+    return with_layout_constraint(x.T, Layout((0, 1)))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def product(x: Float[Array, "R I"], w: Float[Array, "I O"], out_dtype) -> Float[Array, "R O"]:
+    """x w for a CPU, where float32 and bfloat16 products go to a library (YNNPACK) if they are returned in float32 and contract
+    the last dimension of the left operand. Others are slower: bfloat16 is computed in float32 after a copy, the weights' gradient
+    by another library. So this rounds last, and for that gradient writes the smaller operand out transposed."""
+    return jnp.dot(x, w, preferred_element_type=jnp.promote_types(x.dtype, jnp.float32)).astype(out_dtype)
+
+
+def _forward(x, w, out_dtype):
+    return product(x, w, out_dtype), (x, w)
+
+
+def _backward(out_dtype, saved, dy):
+    x, w = saved
+    dy = dy.astype(x.dtype)
+    dw = product(_flip(x), dy, w.dtype) if x.shape[1] <= dy.shape[1] else product(_flip(dy), x, w.dtype).T
+    return rowwise(dy, w).astype(x.dtype), dw
+
+
+def rowwise(x: Float[Array, "R O"], w: Float[Array, "I O"]) -> Float[Array, "R I"]:
+    """x w^T in at least float32. Not by `w.T`: XLA takes that for another layout, which its CPU back end's library refuses."""
+    return jax.lax.dot_general(x, w, (((1,), (1,)), ((), ())), preferred_element_type=jnp.promote_types(x.dtype, jnp.float32))
+
+
+product.defvjp(_forward, _backward)
 
 
 def project(x: Float[Array, "..."], w: Float[Array, "..."], dtype=None, out_dtype=None, inputs: int = 1) -> Float[Array, "..."]:
@@ -42,13 +94,16 @@ def project(x: Float[Array, "..."], w: Float[Array, "..."], dtype=None, out_dtyp
         x, w = x.reshape(-1, width), w.reshape(width, math.prod(out))
         if _transposed.get():  # y^T = W^T x^T. Without the barrier XLA makes it x W again: twice as slow for 2 to 16 rows
             y = jax.lax.optimization_barrier(jnp.dot(w.T, x.T, preferred_element_type=out_dtype)).T
+        elif _for_cpu.get():
+            y = product(x, w, out_dtype or dtype)
         else:
             y = jnp.dot(x, w, preferred_element_type=out_dtype)
-        return y.reshape(*rows, *out)
+        return checkpoint_name(y, PRODUCT).reshape(*rows, *out)
     out_sharding = None
     if explicit():
         rows = tuple(jax.typeof(x).sharding.spec)[: x.ndim - inputs]
         taken = {axis for entry in rows for axis in axis_names(entry)}
         columns = (tuple(a for a in axis_names(entry) if a not in taken) for entry in jax.typeof(w).sharding.spec[inputs:])
         out_sharding = PartitionSpec(*rows, *(entry or None for entry in columns))
-    return jnp.tensordot(x, w, axes=inputs, preferred_element_type=out_dtype, out_sharding=out_sharding)
+    y = jnp.tensordot(x, w, axes=inputs, preferred_element_type=out_dtype, out_sharding=out_sharding)
+    return checkpoint_name(y, PRODUCT)

@@ -16,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from gatedattn.kernels.context import WHOLE, Shard
 from gatedattn.kernels.weights import HIDDEN, SOFTMAX, Weights
 
-BLOCK = 256
+BLOCK = 256  # tokens; of rows of 512 tokens and less, half of that: 0.63 of all scores are computed then, not 0.75
 
 
 def attention(
@@ -27,7 +27,7 @@ def attention(
     B, T, N, H = q.shape
     S, K, V = v.shape[1:]
     if shard.count == 1:
-        block = min(block or BLOCK, T)
+        block = min(block or (BLOCK if T > 512 else BLOCK // 2), T)
     else:  # blocks of queries must begin where blocks of keys do
         run = T // 2 if shard.balanced else T
         block = next(b for b in range(min(block or BLOCK, run), 0, -1) if run % b == 0)

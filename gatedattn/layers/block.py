@@ -16,22 +16,22 @@ from gatedattn.layers.attention import Cache, GatedAttention, Probe
 from gatedattn.layers.mlp import MLP
 from gatedattn.layers.moe import MoE
 from gatedattn.layers.norm import residual_norm
+from gatedattn.linear import PRODUCT
 from gatedattn.sharding import constrain
 
-NAMED = jax.checkpoint_policies.save_only_these_names(kernels.SAVED)
+SAVED = jax.checkpoint_policies.save_only_these_names(kernels.SAVED)
+PRODUCTS = jax.checkpoint_policies.save_only_these_names(PRODUCT)
 
 
 def keep_attention(primitive, *avals, **params):
     """A rematerialisation policy: keeps what the attention kernel returned, known by its name, or (GPUs' name nothing) by its call."""
     called = primitive.name == "pallas_call" or primitive.name.startswith("dot_product_attention_fwd")
-    return called or NAMED(primitive, *avals, **params)
+    return called or SAVED(primitive, *avals, **params)
 
 
 def keep_products(primitive, *avals, **params):
     """Keeps matrix products, too. Norms, activations, gates and rotations are computed again: cheaper than to write and read them."""
-    if primitive.name == "dot_general":
-        return not params["dimension_numbers"][1][0]  # batched ones are scores
-    return keep_attention(primitive, *avals, **params)
+    return keep_attention(primitive, *avals, **params) or PRODUCTS(primitive, *avals, **params)
 
 
 SIZES = ("d_model", "num_heads", "num_kv_heads", "head_dim", "ffn_dim")

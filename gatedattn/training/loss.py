@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
+from gatedattn.linear import flipped, rowwise
 from gatedattn.sharding import division, explicit
 
 
@@ -157,7 +158,7 @@ def _chunk_sums(hidden, w, targets, mask, z_loss, gradient: bool):
         return (sums,)
     d_logits = exp * ((1 + 2 * z_loss * lse) / normalizer)[:, None] - hit  # d ce = p - onehot, d lse^2 = 2 lse p
     d_logits = jnp.where(mask[:, None], d_logits, 0).astype(hidden.dtype)
-    return sums, jnp.dot(d_logits, w.T), d_logits
+    return sums, rowwise(d_logits, w).astype(hidden.dtype), d_logits
 
 
 LARGE = 2**28  # bytes of a float32 [D, V]: of more there should not be two
@@ -171,12 +172,12 @@ def _add_product(d_w: Float[Array, "D V"], hidden: Float[Array, "R D"], d_logits
     """d_w + hidden^T d_logits, half of the rows at a time: XLA adds a whole product to a second array, a part in place."""
     parts = _parts(len(d_w), d_w, 2)  # each reads all of d_logits
     if parts == 1:
-        return d_w + jnp.dot(hidden.T, d_logits, preferred_element_type=d_w.dtype)
+        return d_w + jnp.dot(flipped(hidden), d_logits, preferred_element_type=d_w.dtype)
     rows = len(d_w) // parts
 
     def add(i, d_w):
         columns = jax.lax.dynamic_slice_in_dim(hidden, i * rows, rows, axis=1)
-        product = jnp.dot(columns.T, d_logits, preferred_element_type=d_w.dtype)
+        product = jnp.dot(flipped(columns), d_logits, preferred_element_type=d_w.dtype)
         return jax.lax.dynamic_update_slice_in_dim(
             d_w, jax.lax.dynamic_slice_in_dim(d_w, i * rows, rows) + product, i * rows, 0
         )

@@ -14,7 +14,7 @@ import optax
 from flax import nnx
 from jaxtyping import Array, Int, PyTree
 
-from gatedattn import sharding
+from gatedattn import linear, sharding
 from gatedattn.config import RunConfig, TransformerConfig
 from gatedattn.training import guard as guard_lib
 from gatedattn.training import optimizer
@@ -75,8 +75,9 @@ def make_train_step(config: RunConfig) -> Callable[[TrainState, Batch], tuple[Tr
 
     def objective(params, batch):
         model = nnx.merge(graphdef, params)
-        hidden, aux = model.hidden(batch["tokens"], batch["positions"], batch["segment_ids"])
-        sums = _sums(model, hidden, batch, config)
+        with linear.for_cpu():
+            hidden, aux = model.hidden(batch["tokens"], batch["positions"], batch["segment_ids"])
+            sums = _sums(model, hidden, batch, config)
         total, tokens = sums["loss_sum"], sums["count"]
         if config.model.is_moe:
             total += tokens * (moe.load_balance * aux["load_balance"] + moe.z_loss * aux["router_z"])
@@ -133,8 +134,9 @@ def make_eval_step(config: RunConfig) -> Callable[[PyTree, Batch], dict[str, Arr
 
     def eval_step(params, batch):
         model = nnx.merge(graphdef, params)
-        hidden, _ = model.hidden(batch["tokens"], batch["positions"], batch["segment_ids"])
-        return _sums(model, hidden, batch, config)
+        with linear.for_cpu():
+            hidden, _ = model.hidden(batch["tokens"], batch["positions"], batch["segment_ids"])
+            return _sums(model, hidden, batch, config)
 
     return eval_step
 
