@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from gatedattn.linear import for_cpu
 from gatedattn.training.loss import next_token_loss
 
 
@@ -28,7 +29,8 @@ def measure(vocab: int, tokens: int, width: int, chunk: int, repeats: int) -> di
     targets = jax.random.randint(keys[2], (1, tokens), 0, vocab)
 
     def chunked(hidden, unembedding):
-        return next_token_loss(hidden, unembedding, targets, jnp.ones_like(targets, bool), chunk=chunk)["loss_sum"]
+        with for_cpu():  # as in training
+            return next_token_loss(hidden, unembedding, targets, jnp.ones_like(targets, bool), chunk=chunk)["loss_sum"]
 
     def plain(hidden, unembedding):
         return optax.softmax_cross_entropy_with_integer_labels(hidden @ unembedding, targets).sum()

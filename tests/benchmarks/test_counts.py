@@ -36,13 +36,14 @@ def test_flops_of_loops_branches_and_what_is_recomputed():
 
 
 def test_the_step_costs_what_the_formula_says():
-    """Three times the forward pass's products; the attention kernel computes its scores anew in the backward pass."""
+    """Three times the forward pass's products; the attention kernel computes its scores anew in the backward pass. Of its loops over
+    blocks, whose rounds depend on the query, one is counted."""
     config = counts.cases()["g1"]
     state = jax.eval_shape(counts.steps.make_init(config))
     batch = jax.eval_shape(lambda: counts.random_batch(config))
     traced = jax.jit(counts.steps.make_train_step(config)).trace(state, batch)
     expected = transformer.flops_per_token(config.model, config.train.seq_len) * config.tokens_per_step
-    assert 1.0 < counts.flops(traced.jaxpr.jaxpr) / expected < 1.35
+    assert 0.95 < counts.flops(traced.jaxpr.jaxpr) / expected < 1.35
     assert counts.flops(traced.jaxpr.jaxpr) == json.loads(counts.BASELINE.read_text())["flops"]["g1"]
 
 
