@@ -13,6 +13,7 @@ stderr says why), 130 or 143 stopped by Ctrl-C or SIGTERM with everything saved.
 """
 
 import json
+import os
 import re
 import runpy
 import sys
@@ -186,6 +187,9 @@ def run(argv: list[str]) -> None:
         main(argv)
     except ConfigError as error:
         fail(str(error))
+    except BrokenPipeError:  # `| head` has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
     except OSError as error:
         if error.filename is None:
             raise

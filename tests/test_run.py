@@ -1,6 +1,10 @@
 """The command line."""
 
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -52,6 +56,16 @@ def test_count_allocates_nothing_and_prints_json(recipe, tmp_path):
     counts = json.loads(out)
     assert counts["params_total"] > 1e10
     assert counts["flops_per_token_train"] > 6 * (counts["params_active"] - counts["params_embedding"])
+
+
+def test_a_reader_that_leaves_gets_no_traceback(recipe):
+    """`run.py --mode=count | head -2`."""
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, Path(__file__).parents[1] / "run.py", recipe, "--mode=count"]
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True)
+    os.close(write)
+    assert done.returncode == 141 and "Traceback" not in done.stderr and "Broken pipe" not in done.stderr
 
 
 @pytest.mark.slow
