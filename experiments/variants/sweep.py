@@ -333,7 +333,7 @@ def draw(results: list[dict], path: Path) -> None:
     right.set(xlabel="training step", ylabel="attention on BOS", ylim=(0, None))
     if results:
         right.axhline(results[0]["floor"], color="gray", ls=":", lw=0.8)
-        right.legend(frameon=False, fontsize=6, ncols=2)
+        figure.legend(*right.get_legend_handles_labels(), frameon=False, fontsize=7, loc="outside right upper")
     for axis in (left, middle, right):
         axis.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=130)
