@@ -21,11 +21,9 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
-from gatedattn.linear import project
-from gatedattn.sharding import explicit
+from gatedattn.linear import project, project_heads
 
 ACTIVATIONS = {
     "sigmoid": jax.nn.sigmoid,
@@ -273,10 +271,7 @@ def scores(spec: GateSpec, params: Mapping[str, Array], source: Float[Array, "B 
         if spec.source in ("hidden", "value"):
             logits = project(source[..., : spec.in_dim or None], kernel, out_dtype=jnp.float32)
         elif spec.per_head and spec.sharing != "shared":
-            like = PartitionSpec(*jax.typeof(source).sharding.spec[:3], None) if explicit() else None
-            # Rounded as everywhere, multiplied as float32: XLA's CPU back end lacks this product of bfloat16 into float32.
-            kernel = kernel.astype(source.dtype).astype(jnp.float32)
-            logits = jnp.einsum("btmh,mhc->btmc", source.astype(jnp.float32), kernel, out_sharding=like)
+            logits = project_heads(source, kernel)
         else:
             logits = project(source, kernel, out_dtype=jnp.float32)
         if "bias" in params:

@@ -1,4 +1,4 @@
-"""One matrix product for the whole project."""
+"""Matrix products with parameters, for the whole project."""
 
 import contextlib
 import contextvars
@@ -107,3 +107,11 @@ def project(x: Float[Array, "..."], w: Float[Array, "..."], dtype=None, out_dtyp
         out_sharding = PartitionSpec(*rows, *(entry or None for entry in columns))
     y = jnp.tensordot(x, w, axes=inputs, preferred_element_type=out_dtype, out_sharding=out_sharding)
     return checkpoint_name(y, PRODUCT)
+
+
+def project_heads(x: Float[Array, "B T M H"], w: Float[Array, "M H C"]) -> Float[Array, "B T M C"]:
+    """y[b, t, m, c] = sum_h x[b, t, m, h] w[m, h, c] in float32, of w rounded to x's type; sharded like x."""
+    like = PartitionSpec(*jax.typeof(x).sharding.spec[:3], None) if explicit() else None
+    # Rounded as everywhere, multiplied as float32: XLA's CPU back end lacks this product of bfloat16 into float32.
+    w = w.astype(x.dtype).astype(jnp.float32)
+    return jnp.einsum("btmh,mhc->btmc", x.astype(jnp.float32), w, out_sharding=like)
