@@ -5,7 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks.step import random_batch, reference
 from gatedattn import linear
+from gatedattn.training import step as steps
 
 SHAPES = [((2, 3, 8), (8, 4, 6), 1), ((2, 3, 4, 6), (4, 6, 8), 2), ((5, 24), (24, 3), 1)]  # x, w, contracted dimensions
 
@@ -49,15 +51,31 @@ def test_bfloat16_for_cpu_is_as_exact(out_dtype):
         assert errors[True] <= 1.5 * errors[False] + 0.004 * np.abs(exact[i]).max()
 
 
+def operand_types(function, *args) -> list[str]:
+    """Of the matrix products in the compiled program, but for batched ones."""
+    program = jax.jit(function).lower(*args).compile().as_text()
+    found = []
+    for computation in program.split("\n\n"):  # names are unique within one
+        types = dict(re.findall(r"%([\w.\-]+) = (\w+)\[", computation))
+        products = re.findall(r" dot\(%([\w.\-]+), %([\w.\-]+)\)(?!.*batch_dims)", computation)
+        found += [types[name] for pair in products for name in pair]
+    return found
+
+
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="about XLA's CPU back end")
-def test_bfloat16_operands_are_not_widened():
-    """All three products of a training step. (XLA's CPU back end copies what its library refuses to float32.)"""
+class TestNothingIsWidened:
+    """XLA's CPU back end copies to float32 what its library refuses."""
 
-    def kinds(for_cpu):
+    @pytest.mark.parametrize("for_cpu", [False, True])
+    def test_product_and_its_gradients(self, for_cpu):
         x, w = draw((256, 64), (64, 128), jnp.bfloat16)
-        program = jax.jit(jax.grad(lambda x, w: loss(x, w, 1, for_cpu)[0], (0, 1))).lower(x, w).compile().as_text()
-        types = dict(re.findall(r"%([\w.\-]+) = (\w+)\[", program))
-        return [types[name] for pair in re.findall(r" dot\(%([\w.\-]+), %([\w.\-]+)\)", program) for name in pair]
+        types = operand_types(jax.grad(lambda x, w: loss(x, w, 1, for_cpu)[0], (0, 1)), x, w)
+        assert len(types) == 6
+        assert (set(types) == {"bf16"}) == for_cpu, "XLA does it by itself now: `for_cpu` can go" if not for_cpu else types
 
-    assert kinds(True) == ["bf16"] * 6
-    assert kinds(False) != ["bf16"] * 6, "XLA does it by itself now: `for_cpu` can go"
+    def test_training_step(self):
+        """Four projections, the gate, three of the MLP and the head, each three times."""
+        config = reference("bfloat16", num_layers=2, vocab_size=512)
+        state = jax.eval_shape(steps.make_init(config))
+        types = operand_types(steps.make_train_step(config), state, random_batch(config))
+        assert types == ["bf16"] * 2 * 3 * 9

@@ -46,7 +46,7 @@ def test_the_step_costs_what_the_formula_says():
 
     leaves = jax.tree_util.tree_leaves_with_path(state.params)
     kernels = sum(x.size for path, x in leaves if path[-1].key == "kernel")
-    row = 2 * model.num_layers * batch_size * model.num_heads * model.head_dim  # of FLOPs for a pair of query and key in each product
+    row = 2 * model.num_layers * batch_size * model.num_heads * model.head_dim  # FLOPs of a product for each pair
     blocks, pair = length // 128, row * 128**2
     # 2 products for a pair forwards, 5 backwards, and one for each query. Of the loops over earlier blocks, whose rounds are not known, one
     # round is counted: 2 blocks of keys for each block of queries, backwards 1 of queries for each of keys.
