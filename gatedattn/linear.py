@@ -57,11 +57,11 @@ def product(x: Float[Array, "R I"], w: Float[Array, "I O"], out_dtype) -> Float[
     return jnp.dot(x, w, preferred_element_type=jnp.promote_types(x.dtype, jnp.float32)).astype(out_dtype)
 
 
-def _forward(x, w, out_dtype):
+def _product_forward(x, w, out_dtype):
     return product(x, w, out_dtype), (x, w)
 
 
-def _backward(out_dtype, saved, dy):
+def _product_backward(out_dtype, saved, dy):
     x, w = saved
     dy = dy.astype(x.dtype)
     dw = product(_flip(x), dy, w.dtype) if x.shape[1] <= dy.shape[1] else product(_flip(dy), x, w.dtype).T
@@ -73,7 +73,7 @@ def rowwise(x: Float[Array, "R O"], w: Float[Array, "I O"]) -> Float[Array, "R I
     return jax.lax.dot_general(x, w, (((1,), (1,)), ((), ())), preferred_element_type=jnp.promote_types(x.dtype, jnp.float32))
 
 
-product.defvjp(_forward, _backward)
+product.defvjp(_product_forward, _product_backward)
 
 
 def project(x: Float[Array, "..."], w: Float[Array, "..."], dtype=None, out_dtype=None, inputs: int = 1) -> Float[Array, "..."]:
@@ -84,7 +84,8 @@ def project(x: Float[Array, "..."], w: Float[Array, "..."], dtype=None, out_dtyp
     Without a mesh the leading dimensions are flattened into rows and the trailing ones into columns, so that XLA sees a plain
     matrix product: its CPU back end computes the weight gradient over two batch dimensions at half speed. Under a mesh the
     dimensions stay apart, since each may be sharded on its own. Where shardings are part of the types, y is sharded like the rows
-    of x and the columns of w; an axis that both have (FSDP) goes to the rows, and w is gathered over it.
+    of x and the columns of w; an axis that both have (FSDP) goes to the rows, and w is gathered over it. The result is named
+    `PRODUCT`, for rematerialisation.
     """
     dtype = dtype or x.dtype
     x, w = x.astype(dtype), w.astype(dtype)
