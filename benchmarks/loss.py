@@ -18,7 +18,6 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gatedattn.linear import for_cpu
 from gatedattn.training.loss import next_token_loss
 
 
@@ -29,8 +28,7 @@ def measure(vocab: int, tokens: int, width: int, chunk: int, repeats: int) -> di
     targets = jax.random.randint(keys[2], (1, tokens), 0, vocab)
 
     def chunked(hidden, unembedding):
-        with for_cpu():  # as in training
-            return next_token_loss(hidden, unembedding, targets, jnp.ones_like(targets, bool), chunk=chunk)["loss_sum"]
+        return next_token_loss(hidden, unembedding, targets, jnp.ones_like(targets, bool), chunk=chunk)["loss_sum"]
 
     def plain(hidden, unembedding):
         return optax.softmax_cross_entropy_with_integer_labels(hidden @ unembedding, targets).sum()
