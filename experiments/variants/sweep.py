@@ -80,9 +80,28 @@ ROWS = {
     "Muon": Row(options=("--config.optimizer.name=muon",)),
     "Muon, G1": Row("g1", ("--config.optimizer.name=muon",)),
 }
+NSA = (
+    "enabled=True",
+    "compress_block=16",
+    "compress_stride=8",
+    "select_block=32",
+    "select_count=4",
+    "window=64",
+)  # rows of 512 tokens
+for name, changes in (
+    ("NSA", ()),
+    ("NSA, equal gates", ("gate=equal",)),
+    ("NSA, dense", ("sparse=False",)),
+    ("NSA, dense, equal gates", ("sparse=False", "gate=equal")),
+):  # what the gates do without the sparsity, and the sparsity without the gates
+    ROWS[name] = Row(options=tuple(f"--config.model.nsa.{change}" for change in (*NSA, *changes)))
 SMALLER = {row: Row(gate, size(d)) for d in (64, 128) for row, gate in zip(LADDER[d], ("none", "g1"))}
 ROWS |= SMALLER
-TIMES = {"baseline": (1, 2, 4), "sandwich norm": (1, 2, 4), "G1": (1, 2, 4)}  # learning rates; of the other rows the first only
+TIMES = {
+    "baseline": (0.5, 1, 2, 4),
+    "sandwich norm": (1, 2, 4),
+    "G1": (0.5, 1, 2, 4),
+}  # learning rates; of the other rows x1 only
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +110,7 @@ class Study:
 
     about: str
     rows: dict[str, Row]
-    times: dict[str, tuple[int, ...]]
+    times: dict[str, tuple[float, ...]]
     write: Callable[[list[dict], Path], str]
     smoke: tuple[str, ...] = ("baseline", "G1")
     runs: Path = Path("runs/variants")
@@ -101,14 +120,14 @@ class Study:
         for seed in range(seeds):
             yield from (Job(row, self.rows[row], 1, seed) for row in rows)
             if not smoke:
-                yield from (Job(row, self.rows[row], n, seed) for row in rows for n in self.times.get(row, ()) if n > 1)
+                yield from (Job(row, self.rows[row], n, seed) for row in rows for n in self.times.get(row, ()) if n != 1)
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
     name_of_row: str
     row: Row
-    times: int
+    times: float
     seed: int
 
     @property

@@ -16,7 +16,7 @@ def test_rows_are_the_papers():
         if row.paper:
             assert mine.model == variants.apply(mine.model, row.paper)
     jobs = list(sweep.STUDY.plan(list(sweep.ROWS), 2, False))
-    assert len({job.name for job in jobs}) == len(jobs) == 2 * (len(sweep.ROWS) + 6)
+    assert len({job.name for job in jobs}) == len(jobs) == 2 * (len(sweep.ROWS) + 8)
     assert [job.seed for job in jobs] == sorted(job.seed for job in jobs)
 
 
