@@ -80,14 +80,7 @@ ROWS = {
     "Muon": Row(options=("--config.optimizer.name=muon",)),
     "Muon, G1": Row("g1", ("--config.optimizer.name=muon",)),
 }
-NSA = (
-    "enabled=True",
-    "compress_block=16",
-    "compress_stride=8",
-    "select_block=32",
-    "select_count=4",
-    "window=64",
-)  # rows of 512 tokens
+NSA = "enabled=True compress_block=16 compress_stride=8 select_block=32 select_count=4 window=64".split()  # rows of 512 tokens
 for name, changes in (
     ("NSA", ()),
     ("NSA, equal gates", ("gate=equal",)),
@@ -97,11 +90,8 @@ for name, changes in (
     ROWS[name] = Row(options=tuple(f"--config.model.nsa.{change}" for change in (*NSA, *changes)))
 SMALLER = {row: Row(gate, size(d)) for d in (64, 128) for row, gate in zip(LADDER[d], ("none", "g1"))}
 ROWS |= SMALLER
-TIMES = {
-    "baseline": (0.5, 1, 2, 4),
-    "sandwich norm": (1, 2, 4),
-    "G1": (0.5, 1, 2, 4),
-}  # learning rates; of the other rows x1 only
+# Learning rates; of the other rows the recipe's only.
+TIMES = {"baseline": (0.5, 1, 2, 4), "sandwich norm": (1, 2, 4), "G1": (0.5, 1, 2, 4)}
 
 
 @dataclasses.dataclass(frozen=True)
