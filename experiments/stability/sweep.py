@@ -5,8 +5,8 @@
     python -m experiments.stability.sweep --out=runs/smoke --runs=runs/smoke/runs --smoke
 
 The recipe of experiments/variants for 500 steps (of which the first 50 warm up), at 1, 4 and 16 times its learning rate of 3e-3; how runs are
-made and resumed: there. From them: loss, spikes of the loss curve, gradient norms before clipping, and the largest |residual stream| after
-each block.
+made and resumed: there. From them: loss, spikes of the loss curve and what comes nearest to one (nats above the median of 50 steps, and what
+would be a spike: `gatedattn.probes.spikes`), gradient norms before clipping, and the largest |residual stream| after each block.
 """
 
 from __future__ import annotations
@@ -45,12 +45,26 @@ def tables(results: list[dict]) -> str:
             if not found:
                 continue
             middle, high, top = ([r["grad_norm"][i] for r in found] for i in range(3))
-            cells = [interval(x) for x in ([r["loss"] for r in found], [r["spikes"] for r in found], middle, high, top)]
+            rise, limit = ([r["rise"][i] if r["rise"] else None for r in found] for i in range(2))
+            columns = ([r["loss"] for r in found], [r["spikes"] for r in found], rise, limit, middle, high, top)
+            cells = [interval(column) for column in columns]
             lines.append([row, f"x{times}", str(len(found)), *cells, str(sum(r["diverged"] for r in found))])
             layers = [r["activation_by_layer"] for r in found if r["activation_by_layer"]]
             if layers:
                 depth.append([row, f"x{times}", *(interval(column) for column in zip(*layers))])
-    head = ["variant", "rate", "seeds", "loss", "spikes", "gradient norm, median", "99 %", "largest", "diverged"]
+    head = [
+        "variant",
+        "rate",
+        "seeds",
+        "loss",
+        "spikes",
+        "largest rise",
+        "a spike is above",
+        "gradient norm, median",
+        "99 %",
+        "largest",
+        "diverged",
+    ]
     text = markdown(head, lines)
     if depth:
         blocks = [f"after block {n}" for n in range(len(depth[0]) - 2)]
@@ -66,6 +80,8 @@ def draw(results: list[dict], path: Path) -> None:
     rates = sorted({r["times"] for r in results})
     figure = Figure(figsize=(4 + 3 * len(rates), 3.6), layout="constrained")
     left, *right = figure.subplots(1, 1 + len(rates), width_ratios=[1.4] + [1] * len(rates))
+    for axis in right[1:]:
+        axis.sharey(right[0])
     for row in ROWS:
         style = "--" if row.endswith("bfloat16") else "-"  # in the colour of its float32
         color = colormaps["tab10"](list(ROWS).index(row.removesuffix(", bfloat16")))
@@ -84,7 +100,7 @@ def draw(results: list[dict], path: Path) -> None:
     left.set(xscale="log", xlabel="learning rate, of 3e-3", ylabel="held-out loss (nats)")
     left.set_xticks(rates, [f"x{times}" for times in rates])
     left.minorticks_off()
-    left.legend(frameon=False, fontsize=6)
+    left.legend(frameon=False, fontsize=6, handlelength=3.5)
     for times, axis in zip(rates, right):
         axis.set(yscale="log", xlabel="block", title=f"x{times}")
         axis.xaxis.get_major_locator().set_params(integer=True)

@@ -31,6 +31,7 @@ import numpy as np
 from gatedattn import variants
 from gatedattn.config import ConfigError, GuardConfig, suggest
 from gatedattn.data.cache import write_atomically
+from gatedattn.probes import spikes
 from gatedattn.report.runs import Run
 from gatedattn.training.recorder import finite, read_lines
 
@@ -139,6 +140,7 @@ def collect(job: Job, path: Path, stopped: bool) -> dict:
     losses = np.array([line["loss"] for line in run.metrics], float)
     tail = losses[-max(1, len(losses) // 20) :]
     gates = [np.nanmean(values[-1][1]) for values in run.gate("mean").values()]
+    rises, limits = (x[30:] for x in spikes.rises(run.curve.values))  # before, spikes have no limit yet
     return {
         "row": job.name_of_row,
         "times": job.times,
@@ -158,6 +160,7 @@ def collect(job: Job, path: Path, stopped: bool) -> dict:
         "f_attn_by_step": [(line["step"], float(np.mean(line["bos_share"]))) for line in run.heads],
         "floor": float(np.mean(1 / np.arange(2, run.config["train.seq_len"] + 1))),
         "spikes": known["loss spikes"],
+        "rise": [float(np.max(rises)), float(np.median(limits))] if len(rises) else None,
         "diverged": bool(stopped or not np.isfinite(tail).all() or tail.mean() > np.nanmin(losses) + 1),
     }
 
