@@ -81,6 +81,10 @@ ROWS = {
     "Muon": Row(options=("--config.optimizer.name=muon",)),
     "Muon, G1": Row("g1", ("--config.optimizer.name=muon",)),
 }
+# sqrt(D) as in Gemma: a residual stream that begins with the tokens at RMS 0.28 instead of 0.02
+for name in ("baseline", "G1", "G1 headwise", "G1 additive", "sandwich norm", "QK-norm"):
+    scaled = (*ROWS[name].options, "--config.model.embedding_scale=14")
+    ROWS[f"{name}, scaled embedding"] = dataclasses.replace(ROWS[name], options=scaled, paper="")
 NSA = "enabled=True compress_block=16 compress_stride=8 select_block=32 select_count=4 window=64".split()  # rows of 512 tokens
 for name, changes in (
     ("NSA", ()),
