@@ -63,8 +63,8 @@ class GateSpec:
     source       hidden: the layer's pre-normed input, which also feeds the q, k, v projections (the paper); query: each head's own
                  query vector after QK-norm and before RoPE (g1 and g4 only); value: all value heads of the token side by side, after
                  their own gates (g1 only: value-state gating, arXiv 2510.09017); slice: each head's own D / M of the hidden channels
-                 (not g5; with g1:headwise, the gate of arXiv 2306.12929); self: the tensor that is gated; none: a learned table,
-                 independent of the input, from zero.
+                 (not g5; g1:headwise:slice:bias=VALUE is the gate of arXiv 2306.12929); self: the tensor that is gated; none: a
+                 learned table, independent of the input, from zero.
     scale        multiplies the activation. scale=2 with init=zeros and a sigmoid is exactly the identity at the start.
     init         normal: W ~ N(0, 0.02^2); zeros: W = 0; bias: W normal plus a learned bias that starts at `bias`.
     bias         first value of the bias (in logits) when init=bias; logit(0.25) = -1.1 opens a sigmoid by a quarter.

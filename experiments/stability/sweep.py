@@ -6,7 +6,8 @@
 
 The recipe of experiments/variants for 500 steps (of which the first 50 warm up), at 1, 4 and 16 times its learning rate of 3e-3; how runs are
 made and resumed: there. From them: loss, spikes of the loss curve and what comes nearest to one (nats above the median of 50 steps, and what
-would be a spike: `gatedattn.probes.spikes`), gradient norms before clipping, and the largest |residual stream| after each block.
+would be a spike: `gatedattn.probes.spikes`), gradient norms after the warm-up and before clipping, and the largest |residual stream| after
+each block.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ ROWS = {
     "G1": Row("g1", SHORT),
     "gradients clipped at 0.1": Row(options=(*SHORT, "--config.optimizer.clip_norm=0.1")),
     "activations clipped at 10": Row(options=(*SHORT, "--config.model.activation_clip=10")),
+    "activations clipped at 100": Row(options=(*SHORT, "--config.model.activation_clip=100")),
 }
 BF16 = "--config.model.dtype=bfloat16"
 ROWS |= {
@@ -44,27 +46,16 @@ def tables(results: list[dict]) -> str:
             found = [r for r in results if (r["row"], r["times"]) == (row, times)]
             if not found:
                 continue
-            middle, high, top = ([r["grad_norm"][i] for r in found] for i in range(3))
             rise, limit = ([r["rise"][i] if r["rise"] else None for r in found] for i in range(2))
-            columns = ([r["loss"] for r in found], [r["spikes"] for r in found], rise, limit, middle, high, top)
-            cells = [interval(column) for column in columns]
+            norms = [[r["grad_norm"][i] if r["grad_norm"] else None for r in found] for i in range(3)]
+            loss, spikes, gradients = ([r[name] for r in found] for name in ("loss", "spikes", "gradient_spikes"))
+            cells = [interval(column) for column in (loss, spikes, rise, limit, gradients, *norms)]
             lines.append([row, f"x{times}", str(len(found)), *cells, str(sum(r["diverged"] for r in found))])
             layers = [r["activation_by_layer"] for r in found if r["activation_by_layer"]]
             if layers:
                 depth.append([row, f"x{times}", *(interval(column) for column in zip(*layers))])
-    head = [
-        "variant",
-        "rate",
-        "seeds",
-        "loss",
-        "spikes",
-        "largest rise",
-        "a spike is above",
-        "gradient norm, median",
-        "99 %",
-        "largest",
-        "diverged",
-    ]
+    curve, norm = ["loss", "spikes", "largest rise", "a spike is above"], ["gradient spikes", "norm, median", "99 %", "largest"]
+    head = ["variant", "rate", "seeds", *curve, *norm, "diverged"]
     text = markdown(head, lines)
     if depth:
         blocks = [f"after block {n}" for n in range(len(depth[0]) - 2)]
@@ -91,8 +82,10 @@ def draw(results: list[dict], path: Path) -> None:
         ]
         left.plot(*zip(*means), style, color=color, marker=".", label=row) if means else None
         for r in mine:
-            if r["diverged"] and r["loss"] is not None:
-                left.plot([r["times"]], [r["loss"]], "x", color=color)
+            if r["diverged"]:  # at its last held-out loss, or at the top
+                at = (r["times"], r["loss"]) if r["loss"] is not None else (r["times"], 1)
+                where = left.transData if r["loss"] is not None else left.get_xaxis_transform()
+                left.plot(*zip(at), "x", color=color, transform=where, clip_on=False)
         for times, axis in zip(rates, right):
             layers = [r["activation_by_layer"] for r in mine if r["times"] == times and r["activation_by_layer"]]
             if layers:

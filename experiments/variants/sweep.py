@@ -85,7 +85,7 @@ ROWS = {
 for name in ("baseline", "G1", "G1 headwise", "G1 additive", "sandwich norm", "QK-norm"):
     scaled = (*ROWS[name].options, "--config.model.embedding_scale=14")
     ROWS[f"{name}, scaled embedding"] = dataclasses.replace(ROWS[name], options=scaled, paper="")
-NSA = "enabled=True compress_block=16 compress_stride=8 select_block=32 select_count=4 window=64".split()  # rows of 512 tokens
+NSA = "enabled=True compress_block=16 compress_stride=8 select_block=32 select_count=6 window=64".split()  # rows of 512 tokens
 for name, changes in (
     ("NSA", ()),
     ("NSA, equal gates", ("gate=equal",)),
@@ -133,18 +133,25 @@ class Job:
         return [
             sys.executable, "run.py", f"--config=experiments/variants/config.py:gate={self.row.gate}{',smoke' if smoke else ''}",
             f"--workdir={runs / self.name}", f"--config.train.seed={self.seed}", *self.row.options,
-            f"--config.optimizer.learning_rate={self.times * RATE}", *(SMOKE if smoke else ()), *more,
+            f"--config.optimizer.learning_rate={self.times * RATE}", *more,
         ]  # fmt: skip
 
 
 def collect(job: Job, path: Path, stopped: bool) -> dict:
-    """What a run says of the paper's questions when it has ended, or was stopped because its loss is finite no more."""
+    """What a run says of the paper's questions when it has ended, or was stopped because its loss is finite no more.
+
+    spikes, rise: of the loss curve, `gatedattn.probes.spikes`; rise is the largest one and the median of what would be a spike, both after the
+    first 30 steps. gradient_spikes: steps whose gradient norm is one by `config.guard`. grad_norm: median, 99 % and largest after the warm-up.
+    diverged: stopped, or the last twentieth of the steps lies 0.5 nats above the lowest mean of as many.
+    """
     run = Run.read(path, job.name)
     known, heads = run.summary(), run.heads[-1] if run.heads else {}
     losses = np.array([line["loss"] for line in run.metrics], float)
-    tail = losses[-max(1, len(losses) // 20) :]
-    gates = [np.nanmean(values[-1][1]) for values in run.gate("mean").values()]
+    smooth = np.convolve(losses, np.full(n := max(1, len(losses) // 20), 1 / n), "valid")
     rises, limits = (x[30:] for x in spikes.rises(run.curve.values))  # before, spikes have no limit yet
+    warm = [line["grad_norm"] for line in run.metrics if line["step"] > run.config["optimizer.warmup_steps"]]
+    gates = [np.nanmean(values[-1][1]) for values in run.gate("mean").values()]
+    by_layer = heads.get("activation_max")
     return {
         "row": job.name_of_row,
         "times": job.times,
@@ -155,18 +162,24 @@ def collect(job: Job, path: Path, stopped: bool) -> dict:
         "loss_by_step": [(line["step"], line["loss"]) for line in run.evals],
         "params": run.about["params_total"],
         "mean_gate": float(np.mean(gates)) if gates else None,
-        "m_act": float(np.mean(heads["activation_max"])) if heads else None,
-        "activation_by_layer": heads.get("activation_max"),
-        "grad_norm": np.nanquantile(np.array([line["grad_norm"] for line in run.metrics], float), (0.5, 0.99, 1)).tolist(),
+        "m_act": mean(by_layer) if by_layer else None,
+        "activation_by_layer": by_layer,
+        "grad_norm": np.nanquantile(np.array(warm, float), (0.5, 0.99, 1)).tolist() if warm else None,
         "f_attn": known["bos_share"],
         "best_head": known["best head"],
         "sink_rate": known["sink_rate"],
-        "f_attn_by_step": [(line["step"], float(np.mean(line["bos_share"]))) for line in run.heads],
+        "f_attn_by_step": [(line["step"], mean(line["bos_share"])) for line in run.heads],
         "floor": float(np.mean(1 / np.arange(2, run.config["train.seq_len"] + 1))),
         "spikes": known["loss spikes"],
         "rise": [float(np.max(rises)), float(np.median(limits))] if len(rises) else None,
-        "diverged": bool(stopped or not np.isfinite(tail).all() or tail.mean() > np.nanmin(losses) + 1),
+        "gradient_spikes": sum("gradient" in line["reason"] for line in read_lines(path / "bad_steps.jsonl")),
+        "diverged": bool(stopped or not np.isfinite(smooth[-1]) or smooth[-1] > np.nanmin(smooth) + 0.5),
     }
+
+
+def mean(values: list) -> float:
+    """NaN if one of them is not finite, which JSON lines write as null."""
+    return float(np.mean(np.array(values, float)))
 
 
 def by_guard(bad_steps: list[dict]) -> bool:
@@ -187,10 +200,14 @@ def work(job: Job, core: int | None, args) -> None:
     stopped = process.returncode == 1 and by_guard(read_lines(args.runs / job.name / "bad_steps.jsonl"))
     if process.returncode and not stopped:
         raise ConfigError(f"{job.name} ended with {process.returncode}: see {log}")
-    found = collect(job, args.runs / job.name, stopped)
+    found = collect(job, args.runs / job.name, stopped) | {"settings": args.more}
     write_atomically(args.out / f"{job.name}.json", (json.dumps(finite(found)) + "\n").encode())
-    told = "diverged" if stopped else f"loss {found['loss']:.3f}, BOS {found['f_attn']:.3f}"
+    told = "diverged" if stopped or found["loss"] is None else f"loss {found['loss']:.3f}, BOS {found['f_attn']:.3f}"
     print(f"{job.name}: {told}, {time.monotonic() - began:.0f} s", flush=True)
+
+
+def read(folder: Path) -> list[dict]:
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
 
 
 def run_all(jobs: list[Job], args) -> None:
@@ -272,12 +289,12 @@ def tables(results: list[dict]) -> str:
         for times in all_times:
             if found := [r for r in results if (r["row"], r["times"]) == (row, times)]:
                 diverged = sum(r["diverged"] for r in found)
-                spikes = interval([r["spikes"] for r in found])
-                second.append([row, f"x{times}", str(len(found)), interval([r["loss"] for r in found]), spikes, str(diverged)])
+                columns = ([r["loss"] for r in found], [r["spikes"] for r in found], [r.get("gradient_spikes") for r in found])
+                second.append([row, f"x{times}", str(len(found)), *(interval(column) for column in columns), str(diverged)])
     return (
         text
         + "\nTable 2, learning rates:\n\n"
-        + markdown(["variant", "rate", "seeds", "loss", "spikes", "diverged"], second)
+        + markdown(["variant", "rate", "seeds", "loss", "spikes", "gradient spikes", "diverged"], second)
         + ladder(results)
     )
 
@@ -342,7 +359,7 @@ def draw(results: list[dict], path: Path) -> None:
             middle.plot([r["mean_gate"] for r in found], [r["f_attn"] for r in found], "o", color=color, ms=4)
         steps = [step for step, _ in found[0]["f_attn_by_step"]]
         curves = [[value for _, value in r["f_attn_by_step"]] for r in found]
-        right.plot(steps, np.mean(curves, 0), color=color, lw=1.2, label=row)
+        right.plot(steps, np.mean(np.array(curves, float), 0), color=color, lw=1.2, label=row)
     left.set(xlabel="held-out loss (nats)", yticks=range(len(rows)), yticklabels=rows)
     left.invert_yaxis()
     middle.set(xlabel="mean gate", ylabel="attention on BOS", ylim=(0, None))
@@ -378,7 +395,7 @@ def main(argv: list[str] | None = None, study: Study = STUDY) -> None:
     parser.add_argument("--minutes", type=float, default=0, help="begin no run after that long; 0: run all")
     parser.add_argument("--smoke", action="store_true", help="two rows, one seed, 20 steps on the speeches")
     args = parser.parse_args(argv)
-    args.more = more
+    args.more = [*(SMOKE if args.smoke else ()), *more]
     if args.smoke:
         args.rows, args.seeds = list(study.smoke), 1
     for row in args.rows:
@@ -386,9 +403,12 @@ def main(argv: list[str] | None = None, study: Study = STUDY) -> None:
             raise ConfigError(f"unknown row {row!r}{suggest(row, study.rows)}; there is: {'; '.join(study.rows)}")
     for folder in (args.out, args.runs):
         folder.mkdir(parents=True, exist_ok=True)
-    jobs = study.plan(args.rows, args.seeds, args.smoke)
-    run_all([job for job in jobs if not (args.out / f"{job.name}.json").exists()], args)
-    if results := [json.loads(path.read_text()) for path in sorted(args.out.glob("*.json"))]:
+    jobs = [job for job in study.plan(args.rows, args.seeds, args.smoke) if not (args.out / f"{job.name}.json").exists()]
+    others = [r.get("settings", []) for r in read(args.out)]
+    if jobs and any(settings != args.more for settings in others):
+        raise ConfigError(f"{args.out} holds results of other settings ({' '.join(others[0]) or 'none'}): give another --out")
+    run_all(jobs, args)
+    if results := read(args.out):
         text = study.write(results, args.out)
         (args.out / "tables.md").write_text(text)
         print(text)

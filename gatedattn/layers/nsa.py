@@ -43,13 +43,18 @@ QUERIES = 256  # queries that look at the compressed blocks together
 
 
 class Compression(nnx.Module):
-    """[B, C, l, K, H] -> [B, C, K, H]: the mean of a block, or W_2 silu(W_1 (block + its tokens' places)), the same for all heads."""
+    """[B, C, l, K, H] -> [B, C, K, H]: the mean of a block, or W_2 silu(W_1 (block + its tokens' places)), the same for all heads.
+
+    W ~ N(0, 1 / fan-in): what comes out begins at the size of a token. At the model's `init_std` it would be a twentieth, all blocks
+    would look alike, and the first choices would be drawn by lot.
+    """
 
     def __init__(self, config: NSAConfig, head_dim: int, **weights):
         mlp = config.compression == "mlp"
         self.position = Embedding(config.compress_block, head_dim, **weights) if mlp else None
-        self.inner = Linear(config.compress_block * head_dim, head_dim, **weights) if mlp else None
-        self.outer = Linear(head_dim, head_dim, **weights) if mlp else None
+        width, matrices = config.compress_block * head_dim, {k: v for k, v in weights.items() if k != "init_std"}
+        self.inner = Linear(width, head_dim, init_std=width**-0.5, **matrices) if mlp else None
+        self.outer = Linear(head_dim, head_dim, init_std=head_dim**-0.5, **matrices) if mlp else None
 
     def __call__(self, blocks: Float[Array, "B C l K H"]) -> Float[Array, "B C K H"]:
         if self.inner is None:

@@ -6,7 +6,7 @@ from experiments.stability import sweep
 
 
 def test_tables():
-    curve = dict(loss=4.0, spikes=1, rise=[0.5, 1.5], grad_norm=[1.0, 2.0, 3.0], diverged=False)
+    curve = dict(loss=4.0, spikes=1, rise=[0.5, 1.5], gradient_spikes=7, grad_norm=[1.0, 2.0, 3.0], diverged=False)
     found = curve | dict(activation_by_layer=[1.0, 20.0, 30.0, 40.0])
     results = [{"row": "G1", "times": 4, "seed": 0} | found]
     results += [
@@ -14,8 +14,8 @@ def test_tables():
     ]
     text = sweep.tables(results)
     assert (
-        "| G1 | x4 | 1 | 4 | 1 | 0.5 | 1.5 | 1 | 2 | 3 | 0 |" in text
-        and "| baseline, bfloat16 | x16 | 1 | - | 1 | 0.5 | 1.5 | 1 | 2 | 3 | 1 |" in text
+        "| G1 | x4 | 1 | 4 | 1 | 0.5 | 1.5 | 7 | 1 | 2 | 3 | 0 |" in text
+        and "| baseline, bfloat16 | x16 | 1 | - | 1 | 0.5 | 1.5 | 7 | 1 | 2 | 3 | 1 |" in text
     )
     assert "| G1 | x4 | 1 | 20 | 30 | 40 |" in text
 

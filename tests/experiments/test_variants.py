@@ -36,7 +36,7 @@ def test_tables():
     # t(0.975, 1) = 12.706; standard deviation / sqrt 2 = 0.49 and 0.01
     assert "| G1 | 2 | 4.39 ± 6.2 | 80.64 | -0.11 ± 0.13 | 5.761 | -0.0450 |" in text
     assert "over 3 gated rows with M-Act 1.00 (the paper's 1.00) and with F-Attn 1.00 (the paper's 1.00)" in text
-    assert "| G1 | x4 | 1 | 9 | 0 | 1 |" in text and "| baseline | x4 | 1 | - | 0 | 1 |" in text
+    assert "| G1 | x4 | 1 | 9 | 0 | - | 1 |" in text and "| baseline | x4 | 1 | - | 0 | - | 1 |" in text
 
 
 def test_ladder():
@@ -69,6 +69,17 @@ def test_a_tool_that_is_missing_is_named(tmp_path):
 def test_unknown_row(tmp_path):
     with pytest.raises(ConfigError, match="did you mean 'baseline'"):
         sweep.main([f"--out={tmp_path}", f"--runs={tmp_path}", "--rows=baselin"])
+
+
+def test_results_of_other_settings_are_not_mixed(tmp_path):
+    (tmp_path / "baseline-x1-0.json").write_text(json.dumps({"settings": ["--config.train.steps=7"]}))
+    with pytest.raises(ConfigError, match=r"holds results of other settings \(--config.train.steps=7\): give another --out"):
+        sweep.main([f"--out={tmp_path}", f"--runs={tmp_path}", "--rows=G1"])
+
+
+def test_what_is_not_finite_is_no_error():
+    """JSON lines write it as null."""
+    assert math.isnan(sweep.mean([1.0, None]))
 
 
 @pytest.mark.slow

@@ -135,6 +135,13 @@ def test_with_every_block_it_is_ordinary_attention(changes):
 
 
 @pytest.mark.slow
+def test_blocks_begin_at_the_size_of_tokens():
+    tokens = jax.random.normal(jax.random.key(1), (2, 128, 2, 64))
+    config = NSAConfig(enabled=True)
+    compress = nsa.Compression(config, 64, init_std=0.02, rngs=nnx.Rngs(0))
+    assert 0.3 < jnp.std(compress(nsa.cut(tokens, config))) / jnp.std(tokens) < 1
+
+
 def test_gradients_in_parts_equal_those_of_the_whole(x64, monkeypatch):
     """Queries that look at the compressed blocks eight at a time, and the selected ones through the chunked kernel, against a whole."""
     x = inputs()
