@@ -33,10 +33,10 @@ ROWS = {
     "activations clipped at 10": Row(options=(*SHORT, "--config.model.activation_clip=10")),
     "activations clipped at 100": Row(options=(*SHORT, "--config.model.activation_clip=100")),
 }
-BF16 = "--config.model.dtype=bfloat16"
-ROWS |= {
-    f"{name}, bfloat16": dataclasses.replace(ROWS[name], options=(*ROWS[name].options, BF16)) for name in ("baseline", "G1")
-}
+AGAIN = {"bfloat16": "--config.model.dtype=bfloat16", "scaled embedding": "--config.model.embedding_scale=14"}  # of two rows
+for change, option in AGAIN.items():
+    for name in ("baseline", "G1"):
+        ROWS[f"{name}, {change}"] = dataclasses.replace(ROWS[name], options=(*ROWS[name].options, option))
 
 
 def tables(results: list[dict]) -> str:
@@ -74,8 +74,8 @@ def draw(results: list[dict], path: Path) -> None:
     for axis in right[1:]:
         axis.sharey(right[0])
     for row in ROWS:
-        style = "--" if row.endswith("bfloat16") else "-"  # in the colour of its float32
-        color = colormaps["tab10"](list(ROWS).index(row.removesuffix(", bfloat16")))
+        plain, _, change = row.partition(", ")
+        style, color = {"": "-", "bfloat16": "--", "scaled embedding": ":"}[change], colormaps["tab10"](list(ROWS).index(plain))
         mine = [r for r in results if r["row"] == row]
         means = [
             (t, np.mean(x)) for t in rates if (x := [r["loss"] for r in mine if r["times"] == t and r["loss"] is not None])

@@ -3,10 +3,12 @@
 import json
 import math
 
+import numpy as np
 import pytest
+from flax import nnx
 
-from experiments.variants import config, corpus, sweep
-from gatedattn import variants
+from experiments.variants import balance, config, corpus, sweep
+from gatedattn import Transformer, TransformerConfig, variants
 from gatedattn.config import ConfigError, RunConfig, from_mapping
 
 
@@ -64,6 +66,19 @@ def test_text_of_a_page():
 def test_a_tool_that_is_missing_is_named(tmp_path):
     with pytest.raises(ConfigError, match="no-such-tool is not installed; it would run: no-such-tool x"):
         corpus.fetch(["no-such-tool", "x"], str(tmp_path), "*")
+
+
+def test_ratio_of_the_first_layer():
+    """Embeddings a tenth as large are normed before the layer, so that it is ten times as loud beside them; the second layer plays no part."""
+    tokens = np.arange(32, dtype=np.int32).reshape(2, 16)
+
+    def of(**changes):
+        config = TransformerConfig(
+            vocab_size=32, d_model=16, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=8, ffn_dim=16, **changes
+        )
+        return balance.ratio(Transformer(config, rngs=nnx.Rngs(0)), tokens)
+
+    np.testing.assert_allclose(of(embedding_scale=10.0, norm_eps=1e-12) * 10, of(norm_eps=1e-12), rtol=1e-2)
 
 
 def test_unknown_row(tmp_path):
