@@ -54,9 +54,15 @@ class Row:
 
 
 def size(d_model: int) -> tuple[str, ...]:
-    """The recipe's shape at another width: heads of 64, FFN of 8/3 of it."""
+    """The recipe's shape at another width: heads of 64, FFN of 8/3 of it, embeddings scaled by its square root."""
     heads, ffn = d_model // 64, round(d_model * 8 / 3 / 16) * 16
-    shape = {"d_model": d_model, "num_heads": heads, "num_kv_heads": heads, "ffn_dim": ffn}
+    shape = {
+        "d_model": d_model,
+        "num_heads": heads,
+        "num_kv_heads": heads,
+        "ffn_dim": ffn,
+        "embedding_scale": round(d_model**0.5),
+    }
     return tuple(f"--config.model.{name}={value}" for name, value in shape.items())
 
 
@@ -81,10 +87,6 @@ ROWS = {
     "Muon": Row(options=("--config.optimizer.name=muon",)),
     "Muon, G1": Row("g1", ("--config.optimizer.name=muon",)),
 }
-# sqrt(D) as in Gemma: a residual stream that begins with the tokens at RMS 0.28 instead of 0.02
-for name in ("baseline", "G1", "G1 headwise", "G1 additive", "sandwich norm", "QK-norm"):
-    scaled = (*ROWS[name].options, "--config.model.embedding_scale=14")
-    ROWS[f"{name}, scaled embedding"] = dataclasses.replace(ROWS[name], options=scaled, paper="")
 NSA = "enabled=True compress_block=16 compress_stride=8 select_block=32 select_count=6 window=64".split()  # rows of 512 tokens
 for name, changes in (
     ("NSA", ()),
