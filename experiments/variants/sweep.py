@@ -151,7 +151,8 @@ def collect(job: Job, path: Path, stopped: bool) -> dict:
     losses = np.array([line["loss"] for line in run.metrics], float)
     smooth = np.convolve(losses, np.full(n := max(1, len(losses) // 20), 1 / n), "valid")
     rises, limits = (x[30:] for x in spikes.rises(run.curve.values))  # before, spikes have no limit yet
-    warm = [line["grad_norm"] for line in run.metrics if line["step"] > run.config["optimizer.warmup_steps"]]
+    warm = np.array([line["grad_norm"] for line in run.metrics if line["step"] > run.config["optimizer.warmup_steps"]], float)
+    warm = warm[np.isfinite(warm)]
     gates = [np.nanmean(values[-1][1]) for values in run.gate("mean").values()]
     by_layer = heads.get("activation_max")
     return {
@@ -166,7 +167,7 @@ def collect(job: Job, path: Path, stopped: bool) -> dict:
         "mean_gate": float(np.mean(gates)) if gates else None,
         "m_act": mean(by_layer) if by_layer else None,
         "activation_by_layer": by_layer,
-        "grad_norm": np.nanquantile(np.array(warm, float), (0.5, 0.99, 1)).tolist() if warm else None,
+        "grad_norm": np.quantile(warm, (0.5, 0.99, 1)).tolist() if len(warm) else None,
         "f_attn": known["bos_share"],
         "best_head": known["best head"],
         "sink_rate": known["sink_rate"],
