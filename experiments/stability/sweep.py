@@ -72,7 +72,7 @@ def draw(results: list[dict], path: Path) -> None:
     from matplotlib.figure import Figure
 
     rates = sorted({r["times"] for r in results})
-    figure = Figure(figsize=(4 + 3 * len(rates), 3.6), layout="constrained")
+    figure = Figure(figsize=(6 + 3 * len(rates), 3.6), layout="constrained")
     left, *right = figure.subplots(1, 1 + len(rates), width_ratios=[1.4] + [1] * len(rates))
     for axis in right[1:]:
         axis.sharey(right[0])
@@ -96,7 +96,7 @@ def draw(results: list[dict], path: Path) -> None:
     left.set(xscale="log", xlabel="learning rate, of 3e-3", ylabel="held-out loss (nats)")
     left.set_xticks(rates, [f"x{times}" for times in rates])
     left.minorticks_off()
-    left.legend(frameon=False, fontsize=6, handlelength=3.5)
+    figure.legend(*left.get_legend_handles_labels(), frameon=False, fontsize=7, handlelength=3.5, loc="outside right upper")
     for times, axis in zip(rates, right):
         axis.set(yscale="log", xlabel="block", title=f"x{times}")
         axis.xaxis.get_major_locator().set_params(integer=True)
