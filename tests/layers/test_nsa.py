@@ -134,7 +134,6 @@ def test_with_every_block_it_is_ordinary_attention(changes):
     np.testing.assert_allclose(run(layer, x, POSITIONS, SEGMENTS)[0], expected, atol=2e-5)
 
 
-@pytest.mark.slow
 def test_blocks_begin_at_the_size_of_tokens():
     tokens = jax.random.normal(jax.random.key(1), (2, 128, 2, 64))
     config = NSAConfig(enabled=True)
@@ -142,6 +141,7 @@ def test_blocks_begin_at_the_size_of_tokens():
     assert 0.3 < jnp.std(compress(nsa.cut(tokens, config))) / jnp.std(tokens) < 1
 
 
+@pytest.mark.slow
 def test_gradients_in_parts_equal_those_of_the_whole(x64, monkeypatch):
     """Queries that look at the compressed blocks eight at a time, and the selected ones through the chunked kernel, against a whole."""
     x = inputs()
