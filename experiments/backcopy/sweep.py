@@ -24,6 +24,7 @@ import numpy as np
 from flax import nnx
 
 from configs import backcopy as recipe
+from experiments import command
 from gatedattn import probes
 from gatedattn.config import ConfigError, RunConfig, from_mapping, suggest, to_mapping
 from gatedattn.data.backcopy import Backcopy, from_speeches
@@ -234,7 +235,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except ConfigError as error:
-        sys.exit(f"error: {error}")
+    command.run(main)

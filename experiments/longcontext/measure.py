@@ -12,15 +12,14 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import sys
 from pathlib import Path
 from random import Random
 
 import jax
 import numpy as np
-from absl import logging
 from flax import nnx
 
+from experiments import command
 from experiments.longcontext import needles
 from gatedattn.config import ConfigError
 from gatedattn.data.cache import write_atomically
@@ -164,8 +163,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    logging.set_verbosity(logging.ERROR)  # Orbax warns of opening a checkpoint read-only, which is what we mean to do
-    try:
-        main()
-    except ConfigError as error:
-        sys.exit(f"error: {error}")
+    command.run(main)

@@ -12,14 +12,13 @@ Harder ones were not learned by models of this size (experiments/LOG.md).
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from random import Random
 
 import numpy as np
 from jaxtyping import Int32
 
-from gatedattn.config import ConfigError
+from experiments import command
 from gatedattn.data.sotu import speeches
 from gatedattn.data.tokenizers import Tokenizer
 
@@ -70,7 +69,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except ConfigError as error:
-        sys.exit(f"error: {error}")
+    command.run(main)

@@ -13,14 +13,13 @@ and the largest |residual stream| after each block.
 from __future__ import annotations
 
 import dataclasses
-import sys
 from pathlib import Path
 
 import numpy as np
 
+from experiments import command
 from experiments.variants.sweep import Row, Study, interval, markdown
 from experiments.variants.sweep import main as sweep
-from gatedattn.config import ConfigError
 
 TIMES = (1, 4, 16)
 SHORT = (
@@ -119,7 +118,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except ConfigError as error:
-        sys.exit(f"error: {error}")
+    command.run(main)

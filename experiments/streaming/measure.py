@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
-from absl import logging
 
+from experiments import command
 from gatedattn.config import ConfigError
 from gatedattn.data.cache import write_atomically
 from gatedattn.evaluation.perplexity import text_sets, texts
@@ -150,8 +149,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    logging.set_verbosity(logging.ERROR)  # Orbax warns of opening a checkpoint read-only, which is what we mean to do
-    try:
-        main()
-    except ConfigError as error:
-        sys.exit(f"error: {error}")
+    command.run(main)

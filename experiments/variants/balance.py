@@ -10,20 +10,18 @@ over two rows of 512 tokens of a held-out State of the Union speech: the median,
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import logging
 from flax import nnx
 from jaxtyping import Float, Int
 
+from experiments import command
 from experiments.variants.sweep import markdown
 from gatedattn import Transformer
 from gatedattn.analysis.collect import rows_of
-from gatedattn.config import ConfigError
 from gatedattn.data.sotu import speeches
 from gatedattn.interop.models import load_model
 
@@ -53,8 +51,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    logging.set_verbosity(logging.ERROR)  # Orbax warns of opening a checkpoint read-only, which is what we mean to do
-    try:
-        main()
-    except ConfigError as error:
-        sys.exit(f"error: {error}")
+    command.run(main)

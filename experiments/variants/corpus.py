@@ -28,6 +28,7 @@ from html.parser import HTMLParser
 from pathlib import Path, PurePosixPath
 from random import Random
 
+from experiments import command
 from gatedattn.config import ConfigError
 from gatedattn.data.sotu import speeches
 
@@ -131,7 +132,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except ConfigError as error:
-        sys.exit(f"error: {error}")
+    command.run(main)

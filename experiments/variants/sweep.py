@@ -28,6 +28,7 @@ from pathlib import Path
 
 import numpy as np
 
+from experiments import command
 from gatedattn import variants
 from gatedattn.config import ConfigError, GuardConfig, suggest
 from gatedattn.data.cache import write_atomically
@@ -418,7 +419,4 @@ def main(argv: list[str] | None = None, study: Study = STUDY) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except ConfigError as error:
-        sys.exit(f"error: {error}")
+    command.run(main)
