@@ -66,7 +66,7 @@ def tables(results: list[dict]) -> str:
 
 
 def draw(results: list[dict], path: Path) -> None:
-    """Left: loss against the learning rate; a cross where a run diverged. Right: largest activation by depth, a panel for each rate."""
+    """Left: loss against the learning rate; a cross where a run diverged, at the top without a loss. Right: largest activation by depth."""
     from matplotlib import colormaps
     from matplotlib.figure import Figure
 
@@ -84,10 +84,10 @@ def draw(results: list[dict], path: Path) -> None:
         ]
         left.plot(*zip(*means), style, color=color, marker=".", label=row) if means else None
         for r in mine:
-            if r["diverged"]:  # at its last held-out loss, or at the top
-                at = (r["times"], r["loss"]) if r["loss"] is not None else (r["times"], 1)
-                where = left.transData if r["loss"] is not None else left.get_xaxis_transform()
-                left.plot(*zip(at), "x", color=color, transform=where, clip_on=False)
+            if r["diverged"] and r["loss"] is None:  # at the top
+                left.plot([r["times"]], [1], "x", color=color, transform=left.get_xaxis_transform(), clip_on=False)
+            elif r["diverged"]:
+                left.plot([r["times"]], [r["loss"]], "x", color=color)
         for times, axis in zip(rates, right):
             layers = [r["activation_by_layer"] for r in mine if r["times"] == times and r["activation_by_layer"]]
             if layers:

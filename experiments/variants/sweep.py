@@ -408,8 +408,8 @@ def main(argv: list[str] | None = None, study: Study = STUDY) -> None:
     for folder in (args.out, args.runs):
         folder.mkdir(parents=True, exist_ok=True)
     jobs = [job for job in study.plan(args.rows, args.seeds, args.smoke) if not (args.out / f"{job.name}.json").exists()]
-    others = [r.get("settings", []) for r in read(args.out)]
-    if jobs and any(settings != args.more for settings in others):
+    others = [settings for r in read(args.out) if (settings := r.get("settings", [])) != args.more]
+    if jobs and others:
         raise ConfigError(f"{args.out} holds results of other settings ({' '.join(others[0]) or 'none'}): give another --out")
     run_all(jobs, args)
     if results := read(args.out):

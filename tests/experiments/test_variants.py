@@ -87,7 +87,8 @@ def test_unknown_row(tmp_path):
 
 
 def test_results_of_other_settings_are_not_mixed(tmp_path):
-    (tmp_path / "baseline-x1-0.json").write_text(json.dumps({"settings": ["--config.train.steps=7"]}))
+    (tmp_path / "baseline-x1-0.json").write_text(json.dumps({"settings": []}))
+    (tmp_path / "G2-x1-0.json").write_text(json.dumps({"settings": ["--config.train.steps=7"]}))
     with pytest.raises(ConfigError, match=r"holds results of other settings \(--config.train.steps=7\): give another --out"):
         sweep.main([f"--out={tmp_path}", f"--runs={tmp_path}", "--rows=G1"])
 
