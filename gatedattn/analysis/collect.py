@@ -44,14 +44,15 @@ class Analysis:
     def row(self) -> dict:
         """The model's row of the paper's Table 4, with what this project records as well.
 
-        M-Act is the mean over layers of the largest |residual stream| after the layer, F-Attn the mean over layers and heads of
-        bos_share."""
+        M-Act is the mean over layers of the largest |residual stream| after the layer, massive tokens the share of those with a
+        massive activation in the layer with most of them, F-Attn the mean over layers and heads of bos_share."""
         share = self.found["bos_share"]
         return {
             "model": self.name,
             "gates": self.config.layer_gates,
             "mean gate": self.gate_mean,
             "M-Act": float(np.mean(self.found["activation_max"])),
+            "massive tokens": float(np.max(self.found["massive"])),
             "F-Attn": float(np.mean(share)),
             "best head": float(np.max(share)),
             "sink rate (0.3)": probes.sink_rate(share),

@@ -16,6 +16,18 @@ def largest(x: Float[Array, "B T D"], real: Bool[Array, "B T"]) -> dict[str, Arr
     return {"max": size.max(), "row": row, "token": token, "channel": channel}
 
 
+def massive(x: Float[Array, "B T D"], real: Bool[Array, "B T"]) -> dict[str, Float[Array, ""]]:
+    """Median |x| over tokens that are not padding and channels; share of tokens with |x| > 100 and > 1000 medians (arXiv 2402.17762)."""
+    size = jnp.abs(jnp.where(real[..., None], x, jnp.nan)).astype(jnp.float32)
+    median = jnp.nanmedian(size)
+    return {
+        "activation_median": median,
+        "massive": mean(
+            (jnp.max(size, -1, initial=0, where=real[..., None]) > jnp.maximum(100, 1000 * median)).astype(jnp.float32), real
+        ),
+    }
+
+
 def kurtosis(x: Float[Array, "B T D"], real: Bool[Array, "B T"]) -> Float[Array, ""]:
     """E[(x - E x)^4] / E[(x - E x)^2]^2 over tokens that are not padding and channels; 3 for a Gaussian."""
     x = x.astype(jnp.promote_types(x.dtype, jnp.float32))

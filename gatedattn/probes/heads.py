@@ -68,6 +68,8 @@ def inspect(
         activations         {place: {"max", "row", "token", "channel"}}, each [L]: the largest |x| and where it sits; places: "input",
                             "attention" and "mlp" (what the sub-layer adds), "middle" (between them), "block" (after both)
         kurtosis            [L]        of the residual stream after the block
+        activation_median   [L]        of |residual stream| after the block
+        massive             [L]        share of tokens with |residual stream| > 100 and > 1000 medians after the block
         router_load [L, E], router_entropy [L]    mixture of experts
 
     Memory grows with T, not with T x T. Arguments as `measure`.
@@ -117,7 +119,7 @@ def _inspect(kind: str, *, place, real, queries, **captured) -> dict:
     if kind == "block":
         named = {"input": "start", "attention": "attention", "middle": "middle", "mlp": "mlp", "block": "x"}
         result["activations"] = {name: activations.largest(captured[key], real) for name, key in named.items()}
-        return result | {"kurtosis": activations.kurtosis(captured["x"], real)}
+        return result | {"kurtosis": activations.kurtosis(captured["x"], real)} | activations.massive(captured["x"], real)
 
     attention = _attention(place, captured)
     mass = attention.on_first(FIRST).astype(jnp.float32)  # [B, T, N, 4]

@@ -58,6 +58,7 @@ def test_two_models_side_by_side(saved, tmp_path, capsys):
     np.testing.assert_allclose(gated["bos_share"], found["bos_share"], atol=1e-6)
     assert gated["F-Attn"] == pytest.approx(float(found["bos_share"].mean()), rel=1e-5)
     assert gated["M-Act"] == pytest.approx(float(found["activation_max"].mean()), rel=1e-5)
+    assert gated["massive tokens"] == float(found["massive"].max())
     assert gated["mean gate"]["g1"] == pytest.approx(float(found["gates"]["g1"]["mean"].mean()), rel=1e-5)
     assert plain["mean gate"] == {}
     stored = np.load(tmp_path / "gated.npz", allow_pickle=False)

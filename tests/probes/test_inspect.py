@@ -1,6 +1,7 @@
 """The detailed probes against whole maps and whole tensors in numpy float64, and on models built to have a known answer."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from gatedattn import Transformer, probes, sharding
 from gatedattn.config import MoEConfig, TransformerConfig
 from gatedattn.gates import GateSpec
 from gatedattn.kernels import reference
+from gatedattn.probes import activations
 from gatedattn.probes import gates as gate_probes
 
 B, T = 3, 13
@@ -141,6 +143,8 @@ def test_activations_equal_whole_tensors(both):
         centred = x - x.mean()
         assert found["kurtosis"][layer] == pytest.approx((centred**4).mean() / (centred**2).mean() ** 2, rel=1e-5)
         assert found["activation_max"][layer] == found["activations"]["block"]["max"][layer]
+        assert found["activation_median"][layer] == pytest.approx(np.median(np.abs(x)), rel=1e-6)
+        assert found["massive"][layer] == 0
         for name, key in (("sdpa", "sdpa"), ("sdpa_gated", "gated")):
             y = np.abs(c[key][REAL])
             np.testing.assert_allclose(found[name]["mean"][layer], y.mean((0, 2)), rtol=1e-5)
@@ -168,6 +172,7 @@ def test_a_planted_sink_and_a_planted_outlier():
         assert at["channel"].tolist() == [0, 0] and at["token"].tolist() == [0, 0]
         np.testing.assert_allclose(at["max"], 500, rtol=1e-3)
     assert (found["activations"]["mlp"]["max"] < 1).all()
+    np.testing.assert_allclose(found["massive"], 2 / 24, rtol=1e-6)
     # 24 tokens of 32 channels: 2 entries of 500 and 22 of 1.
     x = np.zeros(24 * 32)
     x[:2], x[2:24] = 500, 1
@@ -175,6 +180,20 @@ def test_a_planted_sink_and_a_planted_outlier():
     maps = nnx.jit(probes.attention_maps)(model, tokens)
     assert maps.shape == (2, 2, 4, 12, 12)
     np.testing.assert_allclose(maps[..., 0], 1, atol=1e-4)
+
+
+def test_massive_is_large_and_rare():
+    """By the median of the tokens that are not padding: one channel that is as large everywhere is massive too, one of 999 medians is not."""
+    x = np.ones((1, 8, 64), np.float32)
+    real = np.arange(8)[None] < 6
+    x[0, 0, 3], x[0, 1, 3], x[0, 7, 3] = 1001, -1001, 1e6
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-6)
+    close(activations.massive(x, real)["massive"], 2 / 6)
+    close(activations.massive(x, real)["activation_median"], 1)
+    close(activations.massive(x * 0.09, real)["massive"], 0)  # 90.09: not above 100
+    close(activations.massive(np.where(x == 1001, 999, x), real)["massive"], 1 / 6)
+    x[..., 3] = 1001
+    close(activations.massive(x, real)["massive"], 1)
 
 
 def test_maps_are_what_the_shares_sum_up(both):
