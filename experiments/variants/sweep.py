@@ -278,7 +278,7 @@ def tables(results: list[dict]) -> str:
         ]
         first.append(cells)
     head = ["variant", "seeds", "loss", "perplexity", "over the baseline, nats", "the paper's PPL", "the paper's, nats"]
-    text = "Tables 1 and 3:\n\n" + markdown(head, first)
+    text = "Tables 1 and 3:\n\n" + markdown(head, first) + noise(plain)
 
     fourth = []
     for row, found in plain.items():
@@ -300,6 +300,28 @@ def tables(results: list[dict]) -> str:
         + "\nTable 2, learning rates:\n\n"
         + markdown(["variant", "rate", "seeds", "loss", "spikes", "gradient spikes", "diverged"], second)
         + ladder(results)
+    )
+
+
+def noise(plain: dict[str, list[dict]]) -> str:
+    """What a difference of two rows is sure to, from what is left of loss[row, seed] = row + seed (an analysis of variance in two ways).
+
+    A row's own interval has so few seeds that it says little; this one takes the noise to be the same in all rows, and so learns it from all.
+    """
+    from scipy import stats
+
+    losses = [found for row in plain.values() if len(found := {r["seed"]: r["loss"] for r in row}) > 1]
+    seeds = sorted(set.intersection(*map(set, losses))) if losses else []
+    if len(losses) < 2 or len(seeds) < 2:
+        return ""
+    table = np.array([[row[seed] for seed in seeds] for row in losses])
+    left = table - table.mean(0) - table.mean(1, keepdims=True) + table.mean()
+    freedom = (len(losses) - 1) * (len(seeds) - 1)
+    sd = math.sqrt((left**2).sum() / freedom)
+    half = stats.t.ppf(0.975, freedom) * sd * math.sqrt(2 / len(seeds))
+    return (
+        f"\nWhat row and seed do not explain has a standard deviation of {sd:.3f} nats ({len(losses)} rows, {len(seeds)} seeds): the "
+        f"difference of two such rows is sure to ± {half:.3f} (95 %).\n"
     )
 
 

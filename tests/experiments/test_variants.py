@@ -41,6 +41,23 @@ def test_tables():
     assert "| G1 | x4 | 1 | 9 | 0 | - | 1 |" in text and "| baseline | x4 | 1 | - | 0 | - | 1 |" in text
 
 
+def test_noise_is_what_row_and_seed_do_not_explain():
+    """Two rows and two seeds leave one degree of freedom: (a - b - c + d) / 2."""
+    square = {"baseline": [4.0, 5.0], "G1": [3.0, 4.2]}
+
+    def told(losses):
+        return sweep.noise({row: [result(row, seed, loss=x) for seed, x in enumerate(found)] for row, found in losses.items()})
+
+    assert "of 0.100 nats (2 rows, 2 seeds): the difference of two such rows is sure to ± 1.271" in told(
+        square
+    )  # t(0.975, 1) = 12.706
+    assert "of 0.000 nats (3 rows, 3 seeds)" in told(
+        {row: [x, x + 2, x + 1] for row, x in zip(("baseline", "G1", "G2"), (4, 3, 1))}
+    )
+    assert told(square | {"G2": [4.0]}) == told(square) and told({"baseline": [4.0, 5.0]}) == told({}) == ""
+    assert told({"baseline": [4.0, 5.0, 9.0], "G1": [3.0, 4.2]}) == told(square)
+
+
 def test_ladder():
     """A gain that grows by 0.1 nats with every factor of e."""
     results = []
