@@ -343,30 +343,50 @@ def correlations(plain: dict[str, list[dict]], paper: dict) -> str:
 
 
 def ladder(results: list[dict]) -> str:
-    """Loss against parameters with and without the gate, and whether the gain grows: its slope over ln(parameters), by least squares."""
+    """Loss with and without the gate by parameters, the gain by tokens too; by least squares, how each changes with ln(parameters)."""
     from scipy import stats
 
     def of(row: str) -> dict[int, dict]:
         return {r["seed"]: r for r in results if (r["row"], r["times"]) == (row, 1) and r["loss"] is not None}
 
-    lines, points = [], []
-    for d, (without, gated) in LADDER.items():
-        pairs = [(of(without)[seed], of(gated)[seed]) for seed in of(without) if seed in of(gated)]
-        if not pairs:
-            continue
-        gains = [b["loss"] - a["loss"] for a, b in pairs]
-        points += [(math.log(a["params"]), gain) for (a, _), gain in zip(pairs, gains)]
-        sizes = [f"{pairs[0][i]['params'] / 1e6:.2f}M" for i in (0, 1)]
-        lines.append([str(d), *sizes, *(interval([pair[i]["loss"] for pair in pairs]) for i in (0, 1)), interval(gains)])
-    if len(lines) < 2:
+    def gain(pair: tuple[dict, dict], step: int) -> float:
+        without, gated = (dict(r["loss_by_step"])[step] for r in pair)
+        return gated - without
+
+    pairs = {d: [(of(a)[seed], of(b)[seed]) for seed in of(a) if seed in of(b)] for d, (a, b) in LADDER.items()}
+    pairs = {d: found for d, found in pairs.items() if found}
+    if len(pairs) < 2:
         return ""
-    head = ["d", "parameters", "with G1", "loss", "with G1", "difference, nats"]
-    text = "\nA ladder of sizes, the same tokens:\n\n" + markdown(head, lines)
-    if len(points) < 3:
+    found = list(itertools.chain(*pairs.values()))
+    steps = sorted(set.intersection(*({step for step, _ in r["loss_by_step"]} for pair in found for r in pair)))
+    lines = []
+    for d, mine in pairs.items():
+        sizes = [f"{mine[0][i]['params'] / 1e6:.2f}M" for i in (0, 1)]
+        columns = [[pair[i]["loss"] for pair in mine] for i in (0, 1)] + [[gain(pair, step) for pair in mine] for step in steps]
+        lines.append([str(d), *sizes, *map(interval, columns)])
+    per_step = found[0][0]["tokens"] / found[0][0]["steps"] / 1e6
+    head = [
+        "d",
+        "parameters",
+        "with G1",
+        "loss",
+        "with G1",
+        *(f"difference at {step * per_step:.2g}M tokens" for step in steps),
+    ]
+    text = "\nA ladder of sizes, the same tokens, nats:\n\n" + markdown(head, lines)
+    if len(found) < 3:
         return text
-    fit = stats.linregress(*zip(*points))
-    half = stats.t.ppf(0.975, len(points) - 2) * fit.stderr
-    return text + f"\nThe difference changes by {fit.slope:+.4f} ± {half:.2g} nats for e times the parameters.\n"
+
+    def slope(losses: list[float]) -> str:
+        fit = stats.linregress([math.log(without["params"]) for without, _ in found], losses)
+        return f"{fit.slope:+.4f} ± {stats.t.ppf(0.975, len(found) - 2) * fit.stderr:.2g}"
+
+    without, gated = ([pair[i]["loss"] for pair in found] for i in (0, 1))
+    difference = slope([b - a for a, b in zip(without, gated)])
+    return (
+        text
+        + f"\nFor e times the parameters: loss {slope(without)} nats, with G1 {slope(gated)}, the difference {difference}.\n"
+    )
 
 
 def draw(results: list[dict], path: Path) -> None:

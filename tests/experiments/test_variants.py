@@ -24,7 +24,8 @@ def test_rows_are_the_papers():
 
 def result(row, seed, times=1, **values):
     standard = dict(loss=4.0, mean_gate=None, m_act=10.0, f_attn=0.1, best_head=0.2, floor=0.01, spikes=0, diverged=False,
-                    params=10**6)  # fmt: skip
+                    params=10**6, tokens=2_000_000, steps=10)  # fmt: skip
+    values = {"loss_by_step": [[5, 6.0], [10, values.get("loss", 4.0)]]} | values
     return {"row": row, "seed": seed, "times": times} | standard | values
 
 
@@ -67,8 +68,9 @@ def test_ladder():
             results += [result(without, seed, params=1e6 * math.exp(size), loss=5 - size + seed)]
             results += [result(gated, seed, params=1.1e6 * math.exp(size), loss=5 - 1.1 * size + seed)]
     text = sweep.ladder(results)
-    assert "| 64 | 2.72M | 2.99M | 4.5 ± 6.4 | 4.4 ± 6.4 | -0.1 ±" in text
-    assert "The difference changes by -0.1000 ± " in text
+    assert "with G1 | difference at 1M tokens | difference at 2M tokens |" in text
+    assert "| 64 | 2.72M | 2.99M | 4.5 ± 6.4 | 4.4 ± 6.4 | 0 ± 0 | -0.1 ±" in text
+    assert "loss -1.0000 ± " in text and "with G1 -1.1000 ± " in text and "the difference -0.1000 ± " in text
     assert "d64" not in sweep.tables(results).split("A ladder")[0]
 
 
