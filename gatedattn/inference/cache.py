@@ -191,7 +191,10 @@ class LayerCache:
             sink_keys, keys = _store_first(sink_keys, new_keys, self.layer, t[:, 0])
             sink_values, values = _store_first(sink_values, new_values, self.layer, t[:, 0])
             s = jnp.broadcast_to(jnp.arange(n), (len(t), n))
-            parts.append(part(turn(q, t - gone), keys, values, s, s[:, None] <= t[:, :, None]))
+            seen = s[:, None] <= t[:, :, None]
+            if window:  # of the layer itself, which counts as positions do: inside the cache
+                seen &= (t - gone)[:, :, None] - s[:, None] < window
+            parts.append(part(turn(q, t - gone), keys, values, s, seen))
         if prefix is not None:  # already rotated, to right before position 0
             shape = (len(t), k.shape[2], *prefix[0].shape[::2])
             keys, values = (jnp.broadcast_to(x.swapaxes(0, 1), shape).reshape(-1, *shape[2:]).astype(q.dtype) for x in prefix)

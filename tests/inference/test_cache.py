@@ -150,6 +150,13 @@ def test_streaming_policy_equals_a_dense_recomputation(build, sinks, changes):
     np.testing.assert_allclose(logits, expected, atol=1e-5)
 
 
+@pytest.mark.parametrize("changes", [dict(window=4), dict(pattern="window=4|window=0")], ids=str)
+def test_kept_tokens_obey_a_layers_own_window(build, changes):
+    """While nothing is gone a streaming policy is the full pass, whatever it keeps for later."""
+    model = build(**changes)
+    np.testing.assert_allclose(score(model, TOKENS, "streaming:2+100"), score(model, TOKENS), atol=1e-5)
+
+
 @pytest.mark.parametrize("policy", ["full", pytest.param("window:4", marks=pytest.mark.slow), "streaming:2+4"])
 def test_score_does_not_depend_on_the_chunk(model, policy):
     scores = [score(model, TOKENS, policy, chunk=chunk) for chunk in (1, 5)]
