@@ -87,6 +87,7 @@ class SwitchConfig:
             bool(self.projections) or self.num_experts == 1,
             f"switch.num_experts={self.num_experts} without switch.projections: say which, e.g. vo",
         )
+        check(bool(self.projections) or not self.split, "switch.split without switch.projections: say which, e.g. vo")
         check(
             "v" in self.projections or not self.query_routers,
             f"switch.query_routers with switch.projections={self.projections!r}: only keys and values have a choice of routers",
@@ -113,6 +114,8 @@ class NSAConfig:
     window: int = 512
 
     def __post_init__(self):
+        changed = [f"nsa.{f.name}={getattr(self, f.name)}" for f in dataclasses.fields(self) if getattr(self, f.name) != f.default]
+        check(self.enabled or not changed, f"{', '.join(changed)} without nsa.enabled: nothing would read it; set nsa.enabled=True")
         one_of(self, "gate", ("learned", "equal"))
         one_of(self, "compression", ("mlp", "mean"))
         positive(self, "compress_block", "compress_stride", "select_block", "window")

@@ -236,6 +236,11 @@ def test_settings_that_make_no_sense(nsa, fields, message):
         TransformerConfig(nsa=NSAConfig(enabled=True, **nsa), **fields)
 
 
+def test_what_nothing_would_read_is_told():
+    with pytest.raises(ConfigError, match="nsa.gate=equal, nsa.window=8 without nsa.enabled: .* set nsa.enabled=True"):
+        NSAConfig(gate="equal", window=8)
+
+
 def test_what_cannot_be_had_is_told():
     with pytest.raises(ValueError, match="kernel='splash' cannot give each query its own choice of blocks"):
         kernels.choose("splash", Request(platform="tpu", selected=True))

@@ -127,6 +127,7 @@ def test_counts():
         (dict(projections="k"), {}, "projections='k': must be one of"),
         (dict(projections="v", top_k=2), {}, "switch.top_k=2 exceeds switch.num_experts=1"),
         (dict(num_experts=2), {}, "without switch.projections: say which"),
+        (dict(split=True), {}, "switch.split without switch.projections: say which"),
         (dict(projections="o", query_routers=True), {}, "only keys and values have a choice of routers"),
         (
             dict(projections="vo", num_experts=5, split=True),
