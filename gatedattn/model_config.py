@@ -114,8 +114,13 @@ class NSAConfig:
     window: int = 512
 
     def __post_init__(self):
-        changed = [f"nsa.{f.name}={getattr(self, f.name)}" for f in dataclasses.fields(self) if getattr(self, f.name) != f.default]
-        check(self.enabled or not changed, f"{', '.join(changed)} without nsa.enabled: nothing would read it; set nsa.enabled=True")
+        changed = [
+            f"nsa.{f.name}={getattr(self, f.name)}" for f in dataclasses.fields(self) if getattr(self, f.name) != f.default
+        ]
+        check(
+            self.enabled or not changed,
+            f"{', '.join(changed)} without nsa.enabled: nothing would read it; set nsa.enabled=True",
+        )
         one_of(self, "gate", ("learned", "equal"))
         one_of(self, "compression", ("mlp", "mean"))
         positive(self, "compress_block", "compress_stride", "select_block", "window")

@@ -266,6 +266,10 @@ class GatedAttention(nnx.Module):
         with jax.named_scope("sdpa"):
             if self.sparse is None:
                 y, updated, seen = self._attend(q, k, v, segment_ids, cache, prefix)
+            elif prefix is not None or keep:
+                raise ValueError(
+                    "prefix (register tokens) with sparse attention: its branches read the tokens of the row alone"
+                )
             else:
                 y, updated, seen = self._attend_sparsely(x, q, k, v, positions, segment_ids, cache)
             y = constrain(y, "BTNH")

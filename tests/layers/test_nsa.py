@@ -241,6 +241,14 @@ def test_what_nothing_would_read_is_told():
         NSAConfig(gate="equal", window=8)
 
 
+def test_a_prefix_is_refused():
+    attention = GatedAttention(
+        num_heads=2, num_kv_heads=1, head_dim=4, d_model=8, nsa=NSAConfig(enabled=True), rngs=nnx.Rngs(0)
+    )
+    with pytest.raises(ValueError, match="prefix .register tokens. with sparse attention"):
+        attention(jnp.ones((1, 3, 8)), prefix=(jnp.ones((2, 1, 4)), jnp.ones((2, 1, 4))))
+
+
 def test_what_cannot_be_had_is_told():
     with pytest.raises(ValueError, match="kernel='splash' cannot give each query its own choice of blocks"):
         kernels.choose("splash", Request(platform="tpu", selected=True))
