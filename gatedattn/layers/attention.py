@@ -220,6 +220,8 @@ class GatedAttention(nnx.Module):
                 continue
             if ids.shape != x.shape[:2] or not jnp.issubdtype(ids.dtype, jnp.integer):
                 raise ValueError(f"{name} {ids.dtype}{ids.shape}: must be integers of shape {x.shape[:2]}, as x is {x.shape}")
+        if self.sparse is not None and (prefix is not None or keep):
+            raise ValueError("prefix and keep (register tokens) with sparse attention: its branches read the row's own tokens only")
         if positions is None:
             positions = jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2])
         scores: dict[str, Array] = {}
@@ -266,10 +268,6 @@ class GatedAttention(nnx.Module):
         with jax.named_scope("sdpa"):
             if self.sparse is None:
                 y, updated, seen = self._attend(q, k, v, segment_ids, cache, prefix)
-            elif prefix is not None or keep:
-                raise ValueError(
-                    "prefix (register tokens) with sparse attention: its branches read the tokens of the row alone"
-                )
             else:
                 y, updated, seen = self._attend_sparsely(x, q, k, v, positions, segment_ids, cache)
             y = constrain(y, "BTNH")

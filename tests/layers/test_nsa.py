@@ -245,8 +245,9 @@ def test_a_prefix_is_refused():
     attention = GatedAttention(
         num_heads=2, num_kv_heads=1, head_dim=4, d_model=8, nsa=NSAConfig(enabled=True), rngs=nnx.Rngs(0)
     )
-    with pytest.raises(ValueError, match="prefix .register tokens. with sparse attention"):
-        attention(jnp.ones((1, 3, 8)), prefix=(jnp.ones((2, 1, 4)), jnp.ones((2, 1, 4))))
+    for asked in (dict(prefix=(jnp.ones((2, 1, 4)), jnp.ones((2, 1, 4)))), dict(keep=True)):
+        with pytest.raises(ValueError, match="prefix and keep .register tokens. with sparse attention"):
+            attention(jnp.ones((1, 3, 8)), **asked)
 
 
 def test_what_cannot_be_had_is_told():
