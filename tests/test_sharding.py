@@ -189,6 +189,7 @@ RIVALS = {
     "nsa": dataclasses.replace(
         CONFIG, nsa=NSAConfig(True, compress_block=4, compress_stride=2, select_block=4, select_count=3, window=3)
     ),
+    "nsa, dense": dataclasses.replace(CONFIG, nsa=NSAConfig(True, sparse=False)),
     "sigmoid": dataclasses.replace(CONFIG, gates="none", attention="sigmoid", sigmoid_length=16),
 }
 B, T = 8, 16  # context=8 divides it, too
@@ -281,7 +282,7 @@ def test_explicit_mesh(alone, config):
 @pytest.mark.parametrize("config", RIVALS.values(), ids=RIVALS)
 def test_other_systems_divided(config, kind):
     alone = loss_and_grads(config, MeshConfig(fsdp=1), 1)[0]
-    other = {"expert": 2} if config.nsa.enabled else {"context": 2}
+    other = {"expert": 2} if config.nsa.enabled and config.nsa.sparse else {"context": 2}
     compare(loss_and_grads(config, MeshConfig(fsdp=2, tensor=2, **other), 8, kind), alone)
 
 

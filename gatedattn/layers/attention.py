@@ -221,7 +221,9 @@ class GatedAttention(nnx.Module):
             if ids.shape != x.shape[:2] or not jnp.issubdtype(ids.dtype, jnp.integer):
                 raise ValueError(f"{name} {ids.dtype}{ids.shape}: must be integers of shape {x.shape[:2]}, as x is {x.shape}")
         if self.sparse is not None and (prefix is not None or keep):
-            raise ValueError("prefix and keep (register tokens) with sparse attention: its branches read the row's own tokens only")
+            raise ValueError(
+                "prefix and keep (register tokens) with sparse attention: its branches read the row's own tokens only"
+            )
         if positions is None:
             positions = jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2])
         scores: dict[str, Array] = {}

@@ -166,10 +166,6 @@ class SparseAttention(nnx.Module):
         M is 3 K with `separate`, K without.
         """
         config, (B, T) = self.config, q.shape[:2]
-        segments = jnp.ones((B, T), jnp.int32) if segment_ids is None else segment_ids
-        t = jnp.broadcast_to(jnp.arange(T), (B, T))
-        begins = jnp.concatenate([jnp.ones_like(segments[:, :1], bool), segments[:, 1:] != segments[:, :-1]], axis=1)
-        first = lax.cummax(jnp.where(begins, t, 0), axis=1)
 
         def turn(x, stride=1):
             if rope is None:
@@ -190,6 +186,10 @@ class SparseAttention(nnx.Module):
             rotated = [turn(keys[0]), *rotated]
             attend = [functools.partial(dense, key) for key in rotated]
         else:
+            segments = jnp.ones((B, T), jnp.int32) if segment_ids is None else segment_ids
+            t = jnp.broadcast_to(jnp.arange(T), (B, T))
+            begins = jnp.concatenate([jnp.ones_like(segments[:, :1], bool), segments[:, 1:] != segments[:, :-1]], axis=1)
+            first = lax.cummax(jnp.where(begins, t, 0), axis=1)
             summary = turn(self.compress_key(cut(keys[0], config)), config.compress_stride)
             values = [self.compress_value(cut(values[0], config)), *values[1:]]
             look = functools.partial(self._compressed, query, summary, t=t, first=first, length=T)
