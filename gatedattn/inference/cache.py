@@ -30,7 +30,8 @@ class CachePolicy:
     window:W       the last W, the newest included. Positions stay what they were, so that each layer computes what it would
                    with `config.window=W` (deeper layers still hear of earlier tokens through the values)
     streaming:N+W  the first N and the last W, and positions are counted inside the cache (StreamingLLM, arXiv 2309.17453):
-                   with tokens 0-3 and 6-9 in it, they stand at 0-7. The newest token is one of the W.
+                   with tokens 0-3 and 6-9 in it, they stand at 0-7. The newest token is one of the W. A layer with a window of its
+                   own counts so, too: it sees of the first N those that stand within it.
     """
 
     window: int = 0  # 0: all
@@ -49,6 +50,16 @@ class CachePolicy:
         if match := re.fullmatch(r"streaming:(\d+)\+([1-9]\d*)", policy):
             return cls(window=int(match[2]), sinks=int(match[1]), streaming=True)
         raise ConfigError(f"cache={policy!r}: must be full, window:512 or streaming:4+508 (any numbers)")
+
+    @classmethod
+    def of(cls, policy: str | CachePolicy, config: TransformerConfig) -> CachePolicy:
+        """`parse`, for a model. Raises `ConfigError` also if its attention must be able to look at everything, or cannot be moved."""
+        policy = cls.parse(policy)
+        if config.nsa.enabled and str(policy) != "full":
+            raise ConfigError(f"cache={policy}: native sparse attention (model.nsa) chooses among all tokens: use full")
+        if config.position == "learned" and policy.streaming:
+            raise ConfigError(f"cache={policy}: learned positions cannot change after the embedding: use full or window:W")
+        return policy
 
     def __str__(self) -> str:
         return f"streaming:{self.sinks}+{self.window}" if self.streaming else f"window:{self.window}" if self.window else "full"
@@ -76,9 +87,7 @@ class KVCache:
     @classmethod
     def empty(cls, config: TransformerConfig, policy: CachePolicy, batch: int, columns: int, dtype=None) -> KVCache:
         """Room for `columns` columns, or fewer if the policy or the model's own window let go of them sooner. All layers have as much
-        as the one that looks furthest back. Raises `ConfigError` if the model's attention must be able to look at everything."""
-        if config.nsa.enabled and str(policy) != "full":
-            raise ConfigError(f"cache={policy}: native sparse attention (model.nsa) chooses among all tokens: use full")
+        as the one that looks furthest back."""
         widest = max(layer.window or columns for layer in config.period)
         windows = [w for w in (policy.window, widest) if w]
         slots = min([columns, *windows])

@@ -167,14 +167,12 @@ class Generator:
             on CPUs without a mesh, where it is several times faster (a scan copies the weights of each layer that it visits).
 
     Raises:
-        ConfigError: a policy that is none, or one that moves tokens in a model with learned positions.
+        ConfigError: a policy that is none, or that the model cannot have (`CachePolicy.of`).
     """
 
     def __init__(self, model: Transformer, policy: str | CachePolicy = "full", *, cache_dtype=None, unroll: bool | None = None):
         self.config: TransformerConfig = model.config
-        self.policy = CachePolicy.parse(policy)
-        if self.policy.streaming and self.config.position == "learned":
-            raise ConfigError(f"cache={self.policy}: learned positions cannot change after the embedding: use full or window:W")
+        self.policy = CachePolicy.of(policy, model.config)
         self.graphdef, params = nnx.split(model)
         params = nnx.as_pure(params)
         meshless = jax.sharding.get_abstract_mesh().empty

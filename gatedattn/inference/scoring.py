@@ -26,14 +26,12 @@ def score(
     policy is to keep everything.
 
     Raises:
-        ConfigError: a policy that is none or does not fit learned positions, too few tokens, more than learned positions.
+        ConfigError: a policy that is none or that the model cannot have, too few tokens, more than learned positions.
     """
-    tokens, policy, config = np.asarray(tokens, np.int32), CachePolicy.parse(policy), model.config
+    tokens, policy, config = np.asarray(tokens, np.int32), CachePolicy.of(policy, model.config), model.config
     if tokens.ndim != 2 or tokens.shape[1] < 2:
         raise ConfigError(f"score: tokens of shape {tokens.shape}: must be [B, T] with T of at least 2")
     T = tokens.shape[1]
-    if config.position == "learned" and policy.streaming:
-        raise ConfigError(f"cache={policy}: learned positions cannot change after the embedding: use full or window:W")
     if config.position == "learned" and T - 1 > config.max_seq_len:
         raise ConfigError(f"score: {T - 1} tokens need as many positions, and the model has learned {config.max_seq_len}")
     chunk = min(chunk, T - 1)

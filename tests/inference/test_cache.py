@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 from gatedattn.config import ConfigError, MoEConfig, NSAConfig, RopeConfig, SwitchConfig
-from gatedattn.inference import CachePolicy, score
+from gatedattn.inference import CachePolicy, Generator, score
 from gatedattn.inference.cache import KVCache
 from gatedattn.inference.decode import forward
 from gatedattn.layers import rope as rope_lib
@@ -185,5 +185,7 @@ def test_policies_round_trip_and_refuse(build):
     for text in ("", "ring", "window", "window:0", "streaming:4", "streaming:4+0", "window:-1"):
         with pytest.raises(ConfigError, match="full, window:512 or streaming"):
             CachePolicy.parse(text)
-    with pytest.raises(ConfigError, match="learned positions"):
-        score(build(position="learned"), TOKENS, "streaming:2+4")
+    for changes, message in ((dict(position="learned"), "learned positions"), (dict(nsa=NSA), "native sparse attention")):
+        for use in (Generator, lambda *args: score(args[0], TOKENS, args[1])):  # before anything is read
+            with pytest.raises(ConfigError, match=message):
+                use(build(**changes), "streaming:2+4")
