@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import math
 
@@ -38,6 +39,16 @@ def one_of(obj, name: str, allowed: tuple[str, ...]) -> None:
         raise ConfigError(
             f"{type(obj).__name__}.{name}={value!r}: must be one of {', '.join(allowed)}{suggest(value, allowed)}"
         )
+
+
+def read_only_with(on: bool, switch: str, group: str, obj, *but: str) -> None:
+    """Refuses settings that nothing would read: all but those named must have their defaults, unless `on`, which `switch` makes it."""
+    given = [
+        f"{group}.{f.name}={getattr(obj, f.name)}"
+        for f in dataclasses.fields(obj)
+        if f.name not in but and getattr(obj, f.name) != f.default
+    ]
+    check(on or not given, f"{', '.join(given)}: nothing would read it without {switch}; set that, or leave it out")
 
 
 def suggest(word: str, known, most: int = 1) -> str:

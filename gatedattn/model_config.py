@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass, field
 
 from gatedattn import gates as gates_lib
-from gatedattn.checks import ConfigError, check, not_negative, one_of, positive, suggest
+from gatedattn.checks import ConfigError, check, not_negative, one_of, positive, read_only_with, suggest
 
 
 @dataclass(frozen=True)
@@ -114,13 +114,8 @@ class NSAConfig:
     window: int = 512
 
     def __post_init__(self):
-        changed = [
-            f"nsa.{f.name}={getattr(self, f.name)}" for f in dataclasses.fields(self) if getattr(self, f.name) != f.default
-        ]
-        check(
-            self.enabled or not changed,
-            f"{', '.join(changed)} without nsa.enabled: nothing would read it; set nsa.enabled=True",
-        )
+        read_only_with(self.enabled, "nsa.enabled=True", "nsa", self)
+        read_only_with(self.sparse, "nsa.sparse=True", "nsa", self, "enabled", "gate", "sparse", "separate")
         one_of(self, "gate", ("learned", "equal"))
         one_of(self, "compression", ("mlp", "mean"))
         positive(self, "compress_block", "compress_stride", "select_block", "window")

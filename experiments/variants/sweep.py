@@ -88,14 +88,14 @@ ROWS = {
     "Muon": Row(options=("--config.optimizer.name=muon",)),
     "Muon, G1": Row("g1", ("--config.optimizer.name=muon",)),
 }
-NSA = "enabled=True compress_block=16 compress_stride=8 select_block=32 select_count=6 window=64".split()  # rows of 512 tokens
+NSA_BLOCKS = "compress_block=16 compress_stride=8 select_block=32 select_count=6 window=64".split()  # rows of 512 tokens
 for name, changes in (
-    ("NSA", ()),
-    ("NSA, equal gates", ("gate=equal",)),
+    ("NSA", NSA_BLOCKS),
+    ("NSA, equal gates", (*NSA_BLOCKS, "gate=equal")),
     ("NSA, dense", ("sparse=False",)),
     ("NSA, dense, equal gates", ("sparse=False", "gate=equal")),
 ):  # what the gates do without the sparsity, and the sparsity without the gates
-    ROWS[name] = Row(options=tuple(f"--config.model.nsa.{change}" for change in (*NSA, *changes)))
+    ROWS[name] = Row(options=tuple(f"--config.model.nsa.{change}" for change in ("enabled=True", *changes)))
 SMALLER = {row: Row(gate, size(d)) for d in (64, 128) for row, gate in zip(LADDER[d], ("none", "g1"))}
 ROWS |= SMALLER
 # Learning rates; of the other rows the recipe's only.

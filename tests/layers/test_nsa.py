@@ -118,11 +118,16 @@ def test_the_selection_score_is_the_papers_with_blocks_from_one(length, d, size)
         assert weights[:, 1].nonzero()[0].tolist() == [3, 4, 5, 6, 7] and weights[3:8, 1].tolist() == [1, 2, 2, 2, 1]
 
 
-@pytest.mark.parametrize("changes", [{}, dict(sparse=False), dict(separate=True, sparse=False)])
-def test_with_every_block_it_is_ordinary_attention(changes):
+DENSE = NSAConfig(enabled=True, gate="equal", sparse=False)
+
+
+@pytest.mark.parametrize(
+    "config", [ONE, dataclasses.replace(DENSE, separate=False), DENSE], ids=["blocks", "dense", "separate"]
+)
+def test_with_every_block_it_is_ordinary_attention(config):
     """Blocks of one token, all of them chosen, a window over everything and gates of 1/3; or branches that are not sparse. Branches
     that have their own keys and values are then three attentions."""
-    x, config = inputs().astype(jnp.float32), dataclasses.replace(ONE, **changes)
+    x = inputs().astype(jnp.float32)
     plain = randomize(GatedAttention(**SIZES, kernel="reference", rngs=nnx.Rngs(0)))
     layer = GatedAttention(**SIZES, nsa=config, kernel="reference", rngs=nnx.Rngs(0))
     for name in ("query", "key", "value", "output"):
@@ -237,8 +242,10 @@ def test_settings_that_make_no_sense(nsa, fields, message):
 
 
 def test_what_nothing_would_read_is_told():
-    with pytest.raises(ConfigError, match="nsa.gate=equal, nsa.window=8 without nsa.enabled: .* set nsa.enabled=True"):
+    with pytest.raises(ConfigError, match="nsa.gate=equal, nsa.window=8: nothing would read it without nsa.enabled=True"):
         NSAConfig(gate="equal", window=8)
+    with pytest.raises(ConfigError, match="nsa.select_count=6, nsa.window=8: nothing would read it without nsa.sparse=True"):
+        NSAConfig(enabled=True, sparse=False, gate="equal", select_count=6, window=8)
 
 
 def test_a_prefix_is_refused():
