@@ -7,11 +7,16 @@ rate, gate mean and largest activation.
 import collections
 import json
 import sys
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
 
 COLUMNS = ("held-out loss", "bos_share", "best head", "sink_rate", "gate mean", "max activation")
+
+
+def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    return "".join(f"| {' | '.join(row)} |\n" for row in (head, ["---"] * len(head), *rows))
 
 
 def last(path: Path) -> dict:
@@ -37,11 +42,12 @@ def main(runs: list[str]) -> None:
     groups = collections.defaultdict(list)
     for run in map(Path, runs):
         groups[json.loads((run / "config.json").read_text())["name"]].append(summary(run))
-    print("| run | seeds | " + " | ".join(COLUMNS) + " |\n|" + " --- |" * (len(COLUMNS) + 2))
+    lines = []
     for name, rows in groups.items():
         cells = [[row[column] for row in rows] for column in COLUMNS]
         texts = ["-" if np.isnan(c[0]) else f"{np.mean(c):.4g} ± {np.std(c, ddof=min(1, len(c) - 1)):.2g}" for c in cells]
-        print(f"| {name} | {len(rows)} | " + " | ".join(texts) + " |")
+        lines.append([name, str(len(rows)), *texts])
+    print(markdown(["run", "seeds", *COLUMNS], lines), end="")
 
 
 if __name__ == "__main__":

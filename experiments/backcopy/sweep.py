@@ -25,6 +25,7 @@ from flax import nnx
 
 from configs import backcopy as recipe
 from experiments import command
+from experiments.table import markdown
 from gatedattn import probes
 from gatedattn.config import ConfigError, RunConfig, from_mapping, suggest, to_mapping
 from gatedattn.data.backcopy import Backcopy, from_speeches
@@ -162,12 +163,12 @@ COLUMNS = {
 
 def table(arms: list[dict]) -> str:
     """Markdown: what each arm ends with, mean and standard deviation over seeds."""
-    lines = [["arm", *COLUMNS], ["---"] * (len(COLUMNS) + 1)]
+    lines = []
     for arm in arms:
         cells = [column(arm["probes"][-1]) for column in COLUMNS.values()]
         spread = [f" ± {np.std(c, ddof=1):.2g}" if len(c) > 1 else "" for c in cells]
         lines.append([arm["arm"], *("-" if np.isnan(c[0]) else f"{np.mean(c):.3g}{s}" for c, s in zip(cells, spread))])
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    return markdown(["arm", *COLUMNS], lines)
 
 
 def draw(arms: list[dict], path: Path) -> None:

@@ -21,6 +21,7 @@ from flax import nnx
 
 from experiments import command
 from experiments.longcontext import needles
+from experiments.table import markdown
 from gatedattn.config import ConfigError
 from gatedattn.data.cache import write_atomically
 from gatedattn.data.sotu import speeches
@@ -87,10 +88,7 @@ def table(runs: list[dict]) -> str:
     """Markdown, at each length: needles found, every seed by itself (a model has learned to look or it has not); the loss, mean and standard
     deviation over seeds."""
     length = runs[0]["length"]
-    lines = [
-        "| model | seeds | RoPE | " + " | ".join(f"{t * length} tokens" for t in TIMES) + " |\n",
-        "| --- " * (3 + len(TIMES)) + "|\n",
-    ]
+    lines = []
 
     def cell(what: str, values: list[float]) -> str:
         if what == "found":
@@ -101,8 +99,8 @@ def table(runs: list[dict]) -> str:
         for name, seeds in by_name(runs).items():
             for rope in ("plain", "yarn"):
                 cells = [cell(what, [s.get(f"{rope} {t}", s[f"plain {t}"])[what] for s in seeds]) for t in TIMES]
-                lines.append(f"| {name}, {what} | {len(seeds)} | {rope} | {' | '.join(cells)} |\n")
-    return "".join(lines)
+                lines.append([f"{name}, {what}", str(len(seeds)), rope, *cells])
+    return markdown(["model", "seeds", "RoPE", *(f"{t * length} tokens" for t in TIMES)], lines)
 
 
 def draw(runs: list[dict], path: Path) -> None:

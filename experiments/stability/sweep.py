@@ -18,8 +18,11 @@ from pathlib import Path
 import numpy as np
 
 from experiments import command
-from experiments.variants.sweep import Row, Study, interval, markdown
+from experiments.table import markdown
+from experiments.variants.rows import Row
+from experiments.variants.sweep import Study
 from experiments.variants.sweep import main as sweep
+from experiments.variants.tables import interval
 
 TIMES = (1, 4, 16)
 SHORT = (

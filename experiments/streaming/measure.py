@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from experiments import command
+from experiments.table import markdown
 from gatedattn.config import ConfigError
 from gatedattn.data.cache import write_atomically
 from gatedattn.evaluation.perplexity import text_sets, texts
@@ -79,7 +80,7 @@ def table(runs: list[dict], cache: int) -> str:
         "more than with all",
         "more than with the first 4",
     )
-    lines = [f"| {' | '.join(columns)} |\n", "| --- " * len(columns) + "|\n"]
+    lines = []
 
     def cell(values: np.ndarray) -> str:
         return f"{values.mean():.3f}" + (f" ± {values.std(ddof=1):.3f}" if len(values) > 1 else "")
@@ -89,8 +90,8 @@ def table(runs: list[dict], cache: int) -> str:
             before, after = losses[:, :cache].mean(1), losses[:, cache:].mean(1)
             full, four = (found[key][:, cache:].mean(1) for key in ("all tokens", f"first 4, last {cache - 4}"))
             cells = (before, after, after - full, after - four)
-            lines.append(f"| {name} | {len(losses)} | {kept} | {' | '.join(map(cell, cells))} |\n")
-    return "".join(lines)
+            lines.append([name, str(len(losses)), kept, *map(cell, cells)])
+    return markdown(columns, lines)
 
 
 def draw(runs: list[dict], cache: int, path: Path) -> None:

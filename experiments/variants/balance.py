@@ -19,7 +19,7 @@ from flax import nnx
 from jaxtyping import Float, Int
 
 from experiments import command
-from experiments.variants.sweep import markdown
+from experiments.table import markdown
 from gatedattn import Transformer
 from gatedattn.analysis.collect import rows_of
 from gatedattn.data.sotu import speeches

@@ -7,18 +7,18 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from experiments.variants import balance, config, corpus, sweep
+from experiments.variants import balance, config, corpus, rows, sweep, tables
 from gatedattn import Transformer, TransformerConfig, variants
 from gatedattn.config import ConfigError, RunConfig, from_mapping
 
 
 def test_rows_are_the_papers():
-    for row in sweep.ROWS.values():
+    for row in rows.ROWS.values():
         mine = from_mapping(RunConfig, config.get_config(f"gate={row.gate}").to_dict())
         if row.paper:
             assert mine.model == variants.apply(mine.model, row.paper)
-    jobs = list(sweep.STUDY.plan(list(sweep.ROWS), 2, False))
-    assert len({job.name for job in jobs}) == len(jobs) == 2 * (len(sweep.ROWS) + 8)
+    jobs = list(sweep.STUDY.plan(list(rows.ROWS), 2, False))
+    assert len({job.name for job in jobs}) == len(jobs) == 2 * (len(rows.ROWS) + 8)
     assert [job.seed for job in jobs] == sorted(job.seed for job in jobs)
 
 
@@ -35,7 +35,7 @@ def test_tables():
     for row, gate in (("G1", 0.1), ("G1 headwise", 0.2), ("G1 NS-sigmoid", 0.7)):
         results += [result(row, s, loss=3.9 + s - 0.02 * s, mean_gate=gate, m_act=100 * gate, f_attn=gate) for s in range(2)]
     results += [result("G1", 0, times=4, loss=9.0, diverged=True), result("baseline", 0, times=4, loss=None, diverged=True)]
-    text = sweep.tables(results)
+    text = tables.tables(results)
     # t(0.975, 1) = 12.706; standard deviation / sqrt 2 = 0.49 and 0.01
     assert "| G1 | 2 | 4.39 ± 6.2 | 80.64 | -0.11 ± 0.13 | 5.761 | -0.0450 |" in text
     assert "over 3 gated rows with M-Act 1.00 (the paper's 1.00) and with F-Attn 1.00 (the paper's 1.00)" in text
@@ -47,14 +47,12 @@ def test_noise_is_what_row_and_seed_do_not_explain():
     square = {"baseline": [4.0, 5.0], "G1": [3.0, 4.2]}
 
     def told(losses):
-        return sweep.noise({row: [result(row, seed, loss=x) for seed, x in enumerate(found)] for row, found in losses.items()})
+        return tables.noise({row: [result(row, seed, loss=x) for seed, x in enumerate(found)] for row, found in losses.items()})
 
-    assert "of 0.100 nats (2 rows, 2 seeds): the difference of two such rows is sure to ± 1.271" in told(
-        square
-    )  # t(0.975, 1) = 12.706
-    assert "of 0.000 nats (3 rows, 3 seeds)" in told(
-        {row: [x, x + 2, x + 1] for row, x in zip(("baseline", "G1", "G2"), (4, 3, 1))}
-    )
+    sure = 12.706 * 0.1  # t(0.975, 1) = 12.706
+    assert f"of 0.100 nats (2 rows, 2 seeds): the difference of two such rows is sure to ± {sure:.3f} (95 %)" in told(square)
+    added = {row: [x, x + 2, x + 1] for row, x in (("baseline", 4), ("G1", 3), ("G2", 1))}
+    assert "of 0.000 nats (3 rows, 3 seeds)" in told(added)
     assert told(square | {"G2": [4.0]}) == told(square) and told({"baseline": [4.0, 5.0]}) == told({}) == ""
     assert told({"baseline": [4.0, 5.0, 9.0], "G1": [3.0, 4.2]}) == told(square)
 
@@ -62,16 +60,16 @@ def test_noise_is_what_row_and_seed_do_not_explain():
 def test_ladder():
     """A gain that grows by 0.1 nats with every factor of e."""
     results = []
-    for d, (without, gated) in sweep.LADDER.items():
+    for d, (without, gated) in rows.LADDER.items():
         for seed in range(2):
             size = d / 64
             results += [result(without, seed, params=1e6 * math.exp(size), loss=5 - size + seed)]
             results += [result(gated, seed, params=1.1e6 * math.exp(size), loss=5 - 1.1 * size + seed)]
-    text = sweep.ladder(results)
+    text = tables.ladder(results)
     assert "with G1 | difference at 1M tokens | difference at 2M tokens |" in text
     assert "| 64 | 2.72M | 2.99M | 4.5 ± 6.4 | 4.4 ± 6.4 | 0 ± 0 | -0.1 ±" in text
     assert "loss -1.0000 ± " in text and "with G1 -1.1000 ± " in text and "the difference -0.1000 ± " in text
-    assert "d64" not in sweep.tables(results).split("A ladder")[0]
+    assert "d64" not in tables.tables(results).split("A ladder")[0]
 
 
 def test_text_of_a_page():
