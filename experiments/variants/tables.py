@@ -174,8 +174,9 @@ def draw(results: list[dict], path: Path) -> None:
     rows = [row for row in ROWS if any(r["row"] == row for r in results)]
     figure = Figure(figsize=(13, 0.24 * len(rows) + 2.2), layout="constrained")
     left, middle, right = figure.subplots(1, 3)
-    for number, row in enumerate(rows):
-        found, color = [r for r in results if r["row"] == row], colormaps["tab20"](number % 20)
+    colors = [*colormaps["tab20"].colors, "black", "gold"]
+    for number, (row, color) in enumerate(zip(rows, itertools.cycle(colors))):
+        found = [r for r in results if r["row"] == row]
         left.plot([r["loss"] for r in found], [number] * len(found), "o", color=color, ms=4)
         if found[0]["mean_gate"] is not None:
             middle.plot([r["mean_gate"] for r in found], [r["f_attn"] for r in found], "o", color=color, ms=4)
